@@ -6,6 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trivial_member import TrivialWorker
@@ -15,6 +17,7 @@ from zorselike.cli.job import run
 from zorselike.cli.job.status import format_status
 from zorselike.elastic.meeting import Meeting, make_member
 from zorselike.elastic.meeting.environment import listen
+from zorselike.elastic.meeting.nanny import LATE
 
 TOKEN = "token"
 
@@ -130,3 +133,19 @@ def test_who_joins_hears_at_once_that_nobody_answers_yet(capsys: pytest.CaptureF
     said = capsys.readouterr().err
     assert said.startswith(f"no member of a job answers at 127.0.0.1:{port}: ")
     assert said.endswith("; workers wait up to 10 min for one\n")
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [([0, LATE], 0), ([LATE, 0, 3], 3), ([LATE, LATE], LATE), ([137, 0, 1], 137)]
+)
+def test_who_came_too_late_for_a_job_that_ended_well_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], expected: int
+) -> None:
+    ended = iter(codes)
+
+    def start(*_: Any, **__: Any) -> SimpleNamespace:
+        code = next(ended)
+        return SimpleNamespace(returncode=code, poll=lambda: code)
+
+    monkeypatch.setattr(run.subprocess, "Popen", start)
+    assert run.keep(["program"], [{}] * len(codes)) == expected

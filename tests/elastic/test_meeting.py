@@ -452,6 +452,10 @@ def test_a_listener_that_knows_no_token_is_told_none() -> None:
         ({"ZORSELIKE_JOIN": "a", "ZORSELIKE_JOB_TOKEN": "t"}, "is 'a'; write it as HOST:PORT"),
         ({"ZORSELIKE_FOUND": "a:1", "ZORSELIKE_JOIN": "a:1", "ZORSELIKE_JOB_TOKEN": "t"}, "both set"),
         ({"ZORSELIKE_FOUND": "a:1", "ZORSELIKE_JOB_TOKEN": "t"}, "ZORSELIKE_MEMBERS must say"),
+        (
+            {"ZORSELIKE_FOUND": "no.host.invalid:1", "ZORSELIKE_MEMBERS": "1", "ZORSELIKE_JOB_TOKEN": "t"},
+            "no address is known for 'no.host.invalid'",
+        ),
         ({"ZORSELIKE_SILENCE_S": "never"}, "it must be seconds"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "nothing says where"),
         (

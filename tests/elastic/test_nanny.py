@@ -129,6 +129,19 @@ if len(open(sys.argv[1]).readlines()) == 1:
     assert len(starts(tmp_path)) == 2
 
 
+def test_a_worker_that_comes_after_the_job_has_ended_says_so_by_its_code(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
+    script = """
+if len(open(sys.argv[1]).readlines()) == 2:
+    say(stranded=True, over="nobody answers", may_return=False)
+sys.exit(1)
+"""
+    assert make(reached, tmp_path, script).run() == nannies.LATE
+    assert len(starts(tmp_path)) == 2
+
+
 def test_a_worker_that_stands_still_is_killed(reached: Reached, tmp_path: Path) -> None:
     """Then it is certain that it is gone."""
     script = """

@@ -64,8 +64,11 @@ def make_generation(number: int, plan: Plan) -> Generation:
     return Generation(number, members, (), ids, "127.0.0.1", 1, "start", decision, None)
 
 
+OPTIONS = Options(settings={"lr": "0.1"})
+
+
 def make_worker(job: Job) -> ElasticWorker:
-    drawings = Drawings(lambda: build_model(job), Options(), torch.device("cpu"))
+    drawings = Drawings(lambda: build_model(job), OPTIONS, torch.device("cpu"))
     return ElasticWorker(Leader(job.plan), drawings)
 
 
@@ -87,10 +90,11 @@ def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (Options(), ""),
-        (Options(silence_s=3.0), ""),
-        (Options(seed=3), "seed is 3 in this process, and 0 in the job that it has joined"),
-        (Options(max_norm=2.0), "max_norm is 2.0 in this process, and None in the job"),
+        (OPTIONS, ""),
+        (replace(OPTIONS, silence_s=3.0), ""),
+        (replace(OPTIONS, seed=3), "seed is 3 in this process, and 0 in the job that it has joined"),
+        (replace(OPTIONS, max_norm=2.0), "max_norm is 2.0 in this process, and None in the job"),
+        (replace(OPTIONS, settings={"lr": "0.2"}), "lr is 0.2 in this process, and 0.1 in the job"),
     ],
 )
 def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(

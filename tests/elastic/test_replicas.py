@@ -81,3 +81,24 @@ def copy_after_an_abort(rank: int, world_size: int) -> list[int]:
 
 def test_what_is_copied_once_streams_no_longer_wait_for_others_is_not_held(run_ranks: RunRanks) -> None:
     assert run_ranks(copy_after_an_abort, 1) == [[1]]
+
+
+def copy_after_an_offer(rank: int, world_size: int) -> list[int]:
+    """The steps whose states are held."""
+    group = Group((0,), (Microbatch(0, 0, 1),))
+    case = Case(Plan(1, (group,), (Ministage(0, tuple(NAMES)),)), 2)
+    with HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        replicas = Replicas(pipe, 0, ["node"], share=1.0, interval=1)
+        for step in range(4):
+            pipe.step_global(*case.batch(step))
+            replicas.take({})
+            if step == 1:
+                replicas.keep()
+        replicas.close()
+    return [held.origin.step for held in replicas.held]
+
+
+def test_what_a_generation_that_is_over_has_offered_stays(run_ranks: RunRanks) -> None:
+    """Where a spare was lost, the one rank went on for a step or two, and nobody held any more what all were
+    to go on from."""
+    assert run_ranks(copy_after_an_offer, 1) == [[2, 3, 4]]

@@ -4,10 +4,12 @@ failed, in one log."""
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +22,7 @@ import torch
 from ranks import RankExit, RunRanks, free_port
 
 from zorselike.checkpoint.folder import list_steps
+from zorselike.elastic.meeting.asking import ask
 from zorselike.train import trainer
 from zorselike.train.__main__ import main
 from zorselike.train.config.config import Config
@@ -139,6 +142,39 @@ def start(rank: int, world_size: int, port: int, arguments: list[str], faults: F
     sys.exit(main())
 
 
+def start_wrong_first(
+    rank: int, world_size: int, port: int, arguments: list[str], faults: Faults, marks: Path
+) -> None:
+    if rank == 1:
+        start_wrong(rank, world_size, port, arguments, faults, marks)
+    start(rank, world_size, port, arguments, faults, marks)
+
+
+def start_wrong(rank: int, *others: Any) -> None:
+    """In a process of its own, with another recipe than those who are there."""
+    world_size, port, arguments, faults, marks = others
+    wrong = (rank, world_size, port, [*arguments, "--optimizer.lr", "1"], faults, marks)
+    refused = multiprocessing.get_context("fork").Process(target=start, args=wrong)
+    refused.start()
+    refused.join()
+    assert refused.exitcode == 2
+
+
+def start_in_vain(
+    rank: int, world_size: int, port: int, arguments: list[str], faults: Faults, marks: Path
+) -> None:
+    """The founder alone is left, and told to end while it waits for others."""
+    founder = marks / "founder"
+    if rank == 0:
+        founder.write_text(str(os.getpid()))
+        start(rank, world_size, port, arguments, faults, marks)
+    start_wrong(rank, world_size, port, arguments, faults, marks)
+    while ask("127.0.0.1", port, "token", {"ask": "status"})["status"]["state"] != "waiting":
+        time.sleep(0.05)
+    time.sleep(0.5)  # A thread of its own frees the one that trains.
+    send(signal.SIGTERM, [founder])
+
+
 def send(number: int, processes: Sequence[Path]) -> None:
     for path in processes:
         os.kill(int(path.read_text()), number)
@@ -161,7 +197,13 @@ def write_recipe(folder: Path) -> Path:
 
 
 def train(
-    run_ranks: RunRanks, folder: Path, *arguments: str, num: int, faults: Faults = (), name: str = "run"
+    run_ranks: RunRanks,
+    folder: Path,
+    *arguments: str,
+    num: int,
+    faults: Faults = (),
+    name: str = "run",
+    start: Callable[..., None] = start,
 ) -> list[RankExit]:
     port = free_port()
     recipe, marks = folder / "recipe.toml", folder / f"marks-{name}"
@@ -287,3 +329,23 @@ def test_a_spare_takes_a_place_where_the_cards_decide_in_which_dtype_they_comput
     dtype = ("--training.mixed_precision_param", "auto")
     ends = train(run_ranks, folder, *dtype, num=4, faults=((2, 3, (1,), signal.SIGKILL),), name="auto")
     assert sorted(end.code for end in ends) == [-signal.SIGKILL, 0, 0, 0], [end.stderr for end in ends]
+
+
+def test_who_founds_a_job_goes_on_waiting_where_another_recipe_is_refused(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """The founder ended, by an error that named no key."""
+    folder, expected = unbroken
+    ends = train(run_ranks, folder, num=3, name="unlike", start=start_wrong_first)
+    assert [end.code for end in ends] == [0] * 3, [end.stderr for end in ends]
+    assert "[optimizer] lr is 1.0 in this process, and 0.01 in the job" in ends[1].stderr
+    check(read_rows(folder / "unlike"), expected)
+
+
+def test_who_founds_a_job_can_be_ended_where_it_waits_again(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder, _ = unbroken
+    ends = train(run_ranks, folder, num=2, name="vain", start=start_in_vain)
+    assert [end.code for end in ends] == [128 + signal.SIGTERM, 0], [end.stderr for end in ends]
+    assert "ended before this process was given a part in its job" in ends[0].stderr

@@ -167,6 +167,11 @@ class Control(Protocol):
         """Asks the leader for another decision about the same members."""
         ...
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether the job runs, and this member is no rank of it."""
+        ...
+
     def leave(self) -> None:
         """This member wants to leave at a step boundary."""
         ...

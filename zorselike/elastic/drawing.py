@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class Options:
     forbid_nonfinite_loss: bool = False
     silence_s: float | Literal["auto"] | None = "auto"
     tp_plan: TensorParallelPlan | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of the caller's own, in which all processes must be alike."""
 
 
 class _Drawn(NamedTuple):
@@ -91,7 +93,8 @@ class Drawings:
         if self._digest is None:
             self._digest = digest_parameters(self._factory())
         given = {name: str(getattr(self._options, name)) for name in SETTINGS}
-        return {**given, "the digest of the model's parameters": f"{self._digest:014x}"}
+        own = {"the digest of the model's parameters": f"{self._digest:014x}"}
+        return {**self._options.settings, **given, **own}
 
     @property
     def computes_in(self) -> str | None:

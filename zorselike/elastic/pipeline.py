@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +84,7 @@ class ElasticPipeline:
         mirror_every: steps from one mirror to the next, in place of that.
         replan_on_drift: with a planner: goes over to another plan where a card that has become slower makes
             that pay back. Such cards are named in any case.
+        settings: of the caller's own, by name, in which all processes must be alike: the learning rate, say.
 
     The other arguments are those of `HeteroPipeline`.
 
@@ -104,6 +105,7 @@ class ElasticPipeline:
         mirror_share: float = 0.1,
         mirror_every: int | None = None,
         replan_on_drift: bool = False,
+        settings: Mapping[str, str] | None = None,
         optimizer: OptimizerFactory | None = None,
         loss_fn: LossFn | None = None,
         count_fn: CountFn | None = None,
@@ -143,6 +145,7 @@ class ElasticPipeline:
             forbid_nonfinite_loss=forbid_nonfinite_loss,
             silence_s=silence_s,
             tp_plan=tp_plan,
+            settings=settings or {},
         )
         first = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._drawings = Drawings(model_factory, options, self.device)
@@ -424,7 +427,7 @@ class ElasticPipeline:
                 return
             if other := self.worker.take_settings(generation.decision):
                 self._running = None
-                raise ConfigError(f"{other}: start it with the same arguments, and the same model")
+                raise ConfigError(f"{other}: start it with the same arguments, model and data")
             running = self._running = Running(generation, self._control.id)
             self.worker.enter(running)
             try:

@@ -79,6 +79,7 @@ class Replicas:
         """Of ranks that this one mirrors."""
         self._lock = threading.Lock()
         self._held: list[Held] = []
+        self._keeps = False
         self._snapshots: dict[int, Snapshot] = {}
         """Of this rank, by step."""
         self._running: Future[None] | None = None
@@ -100,6 +101,12 @@ class Replicas:
         """What is whole here; from any thread."""
         with self._lock:
             return list(self._held)
+
+    def keep(self) -> None:
+        """From now on what is whole here stays: the next generation may be filled from any of it. From any
+        thread."""
+        with self._lock:
+            self._keeps = True
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this step is to be mirrored; the same on every rank."""
@@ -318,6 +325,8 @@ class Replicas:
 
     def _drop_before(self, step: int) -> None:
         with self._lock:
+            if self._keeps:
+                return
             gone = [held for held in self._held if held.origin.step < step]
             self._held = [held for held in self._held if held.origin.step >= step]
         for held in gone:

@@ -84,6 +84,8 @@ class Running:
         is_first = not self.is_over.is_set()
         self.is_over.set()
         self._changed.set()
+        if self.replicas is not None:
+            self.replicas.keep()
         self._connections.keep_shut()
         if is_first and not self._left.is_set():
             threading.Thread(target=self._end_if_stuck, name="elastic leaving", daemon=True).start()

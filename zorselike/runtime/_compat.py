@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+FAKE_TENSOR_LOG = logging.getLogger(FakeTensorMode.__module__)
+"""Where torch says what fails on fake tensors."""
 
 
 def reduces_unused_parameters(module: FSDPModule) -> bool:

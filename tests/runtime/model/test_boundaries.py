@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zorselike.plan import ConfigError
+from zorselike.runtime._compat import FAKE_TENSOR_LOG
 from zorselike.runtime.loss import count_valid_tokens, token_cross_entropy
 from zorselike.runtime.model.boundaries import check_additive, check_kwargs, trainable_ministages
 from zorselike.runtime.model.partition import partition
@@ -25,7 +27,7 @@ from zorselike.runtime.model.signature import (
     TensorSpec,
     describe_kwargs,
 )
-from zorselike.runtime.model.tracing import fake_copies, make_fake_mode
+from zorselike.runtime.model.tracing import Recorder, fake_copies, make_fake_mode
 
 TOKENS = torch.zeros(3, SEQUENCE, dtype=torch.int64)
 NAMES = module_names(2)
@@ -323,3 +325,20 @@ def test_keywords_of_a_forward_with_any() -> None:
     (part,) = partition(model, plan_over(["inner"]))
     assert list(part.accepts) == ["scale"] and "anything" in part.accepts
     check_kwargs(["anything"], [part])
+
+
+# -- what is said meanwhile ----------------------------------------------------------------
+
+
+def test_a_trace_silences_torch_about_what_fails_and_nobody_else(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FAKE_TENSOR_LOG, "propagate", True)
+    training = logging.getLogger("zorselike")
+    mode = make_fake_mode()
+    with mode, pytest.raises(RuntimeError), Recorder({}).recording():
+        training.warning("a step of the job that trains meanwhile")
+        torch.ones(3, 4) @ torch.ones(3, 4)
+    training.warning("the next step")
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["a step of the job that trains meanwhile", "the next step"]

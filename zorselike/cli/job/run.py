@@ -150,7 +150,10 @@ def find_members(host: str, port: int, token: str) -> list[str]:
 
 
 def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs a nanny for each worker until all have ended; the first exit code that is not 0."""
+    """Runs a nanny for each worker until all have ended; the first exit code that is not 0, but for workers
+    that came too late in the place of lost ones, while others have ended well."""
+    from zorselike.elastic.meeting.nanny import LATE
+
     line = [sys.executable, "-m", "zorselike.elastic.meeting.nanny", "--", *command]
     nannies = [
         subprocess.Popen(line, env={**environment, "LOCAL_RANK": str(number)}, start_new_session=True)
@@ -179,4 +182,5 @@ def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> i
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    return next((nanny.returncode for nanny in nannies if nanny.returncode), 0)
+    codes = {nanny.returncode: None for nanny in nannies}
+    return next((code for code in codes if code not in (0, LATE)), 0 if 0 in codes else LATE)

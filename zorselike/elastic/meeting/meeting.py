@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import socket
@@ -23,16 +24,22 @@ from typing import Any
 
 from zorselike.elastic.contract import Generation, GenerationOver, Json, LeftError, Member, Worker
 from zorselike.elastic.meeting.links import Links, encode
+from zorselike.elastic.meeting.waiting import describe_wait, is_spare
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
+from zorselike.elastic.membership.leading import describe_lost
 from zorselike.elastic.membership.machine import Membership
 from zorselike.elastic.membership.round import Settings
 from zorselike.errors import ClusterError
+
+logger = logging.getLogger("zorselike")
 
 _NUM_EVENTS = 30
 _NUM_ADDRESSES = 16
 _LONGEST_WAIT_S = 0.5
 _LINGER_S = 2.0
+_SAY_AFTER_S = 10.0
+"""Whoever has waited so long is told for what."""
 _STORE_LIMIT = timedelta(minutes=10)
 
 
@@ -94,6 +101,9 @@ class Meeting:
         self._is_done = False
         self._stops = False
         self._polled_s = time.monotonic()
+        self._waits_s: float | None = None
+        """Since when the thread that trains waits for a generation, or since it was last said for what."""
+        self._said = ""
         self._wakes, self._woken = socket.socketpair()
         self._wakes.setblocking(False)
         self._woken.setblocking(False)
@@ -125,6 +135,7 @@ class Meeting:
         """
         with self._changed:
             self._is_idle = True
+            self._waits_s = time.monotonic()
             self._changed.wait_for(
                 lambda: (
                     self._over is not None
@@ -132,6 +143,7 @@ class Meeting:
                     or (self._pending is not None and not self._num_interrupting)
                 )
             )
+            self._waits_s = None
             if self._over is not None:
                 raise (LeftError if self._over in (e.LEFT, e.ALL_LEAVE) else ClusterError)(self._over)
             if self._is_done:
@@ -141,6 +153,9 @@ class Meeting:
             self._taken = generation.number
             self._gate = None
             self._step = -1
+            if self._said and self.id in generation.ranks:
+                logger.warning("elastic: this process is rank %d now", generation.ranks.index(self.id))
+                self._said = ""
             return generation
 
     def formed(self) -> None:
@@ -194,6 +209,11 @@ class Meeting:
         """Asks for another decision about the same members."""
         self._post(e.Change())
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether the job runs, and this member is no rank of it."""
+        return is_spare(self._machine)
+
     def leave(self) -> None:
         """Asks to leave at a step boundary."""
         self._post(e.Leave(self.id))
@@ -234,6 +254,7 @@ class Meeting:
                 self._events.append(self._posted.get())
             self._ring(after)
             self._tell_nanny()
+            self._say_wait(after)
             if self._notice_file is not None and after > notice_s:
                 notice_s = after + _LONGEST_WAIT_S
                 if self._notice_file.exists():
@@ -286,6 +307,16 @@ class Meeting:
             except OSError:  # It is gone; this process goes on.
                 self._nanny_fd = None
 
+    def _say_wait(self, now: float) -> None:
+        """Says for what the thread that trains waits, where it waits long, whenever that is another thing."""
+        with self._changed:
+            if self._waits_s is None or now < self._waits_s + _SAY_AFTER_S:
+                return
+            self._waits_s, before = now, self._said
+            self._said = describe_wait(self._machine) or before
+        if self._said != before:
+            logger.warning("elastic: this process %s", self._said)
+
     def _ring(self, now: float) -> None:
         for timer, (at, number) in list(self._timers.items()):
             if now >= at:
@@ -306,7 +337,7 @@ class Meeting:
                 self._timers[timer] = (time.monotonic() + delay_s, number)
             case e.AskOffer(number):
                 self._start(
-                    lambda: e.Offered(number, self._worker.offer()), lambda x: e.Offered(number, {"error": x})
+                    lambda: e.Offered(number, self._offer()), lambda x: e.Offered(number, {"error": x})
                 )
             case e.AskDecision(number, attempt, _):
                 self._start(lambda: self._decide(effect), lambda x: e.Undecided(number, attempt, x))
@@ -378,6 +409,11 @@ class Meeting:
 
         threading.Thread(target=run, name="elastic worker", daemon=True).start()
 
+    def _offer(self) -> Json:
+        with self._changed:  # A generation that is over has been told so first.
+            self._changed.wait_for(lambda: not self._num_interrupting)
+        return self._worker.offer()
+
     def _decide(self, ask: e.AskDecision) -> e.Event:
         decided = self._worker.decide(ask.request)
         if decided is None:
@@ -408,6 +444,7 @@ class Meeting:
         return e.Lease(number, None if self._holds_lease is None else self._holds_lease())
 
     def _strand(self, reason: str) -> None:
+        self._write_to_nanny({"stranded": True})
         self._events.append(e.Stranded(reason))
 
     # -- programs that ask ---------------------------------------------------------------------
@@ -453,12 +490,6 @@ class Meeting:
             "step": self._step,
             "events": [{"time": at, "text": text} for at, text in self._history],
         }
-
-
-def describe_lost(lost: tuple[Member, ...]) -> str:
-    if not lost:
-        return ""
-    return ": lost " + ", ".join(f"{member.node} local rank {member.local_rank}" for member in lost)
 
 
 def make_member(

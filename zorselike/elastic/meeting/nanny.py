@@ -49,6 +49,8 @@ _FIRST_WAIT_S = 1.0
 _MAX_LINE_BYTES = 1 << 16
 _MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
+LATE = 75
+"""Exit code where a worker in the place of a lost one has found nobody: how the job has ended, others say."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,6 +62,8 @@ class _Known:
     last: int = -1
     members: list[tuple[str, int]] = field(default_factory=list)
     over: str | None = None
+    is_stranded: bool = False
+    """Whether it has found nobody of its job."""
     may_return: bool = False
 
 
@@ -87,6 +91,9 @@ class Nanny:
         while True:
             started_s = time.monotonic()
             code, known = self._run_once()
+            if known.is_stranded and RETURNS in self._environment:
+                self._say("the job has ended meanwhile, or cannot be reached any more")
+                return LATE
             if code == 0 or self._leaves or (known.over is not None and not known.may_return):
                 return code
             if code == _MISTAKE and known.over is None:
@@ -186,6 +193,7 @@ class Nanny:
                 known.members = [(str(host), int(port)) for host, port in word["members"]]
             if "token" in word:  # Where a launcher's store told the worker.
                 self._environment[TOKEN] = str(word["token"])
+            known.is_stranded |= bool(word.get("stranded"))
             if "over" in word:
                 known.over, known.may_return = str(word["over"]), bool(word.get("may_return"))
         except (ValueError, TypeError, AttributeError):

@@ -485,5 +485,9 @@ def describe(member: Member | None) -> str:
     return "a member" if member is None else f"{member.node} local rank {member.local_rank}"
 
 
+def describe_lost(lost: Sequence[Member]) -> str:
+    return ": lost " + ", ".join(map(describe, lost)) if lost else ""
+
+
 def describe_all(machine: Membership) -> str:
     return ", ".join(describe(member) for member in (machine.me, *machine.arrivals.values()))

@@ -318,9 +318,9 @@ class Membership:
         self.expect("meet")
         for child in children:
             self.send(child, meet)
-        self.do(e.AskOffer(meet.number))
         if meet.urgent:
-            self.interrupt(meet.lost)
+            self.interrupt(meet.lost)  # Before what it has is asked for: that stays then.
+        self.do(e.AskOffer(meet.number))
         for child in children:
             if child.id in self.dead:
                 self.say(self.report_of(child.id))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from zorselike.errors import ConfigError
-from zorselike.runtime._compat import TorchDispatchMode, grouped_products
+from zorselike.runtime._compat import FAKE_TENSOR_LOG, TorchDispatchMode, grouped_products
 from zorselike.runtime.model.nested import map_leaves, tensors_in
 from zorselike.runtime.model.signature import KwargSpecs, Signature
 from zorselike.text.wording import first_line
@@ -194,14 +195,19 @@ class Recorder(TorchFunctionMode):
         for name, module in self._units.items():
             hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(self._leave))
-        # What fails is reported by the error; torch would log it to the screen besides.
-        disabled = logging.root.manager.disable
-        logging.disable(max(disabled, logging.ERROR))
+        own_thread = threading.get_ident()
+
+        def is_elsewhere(_: logging.LogRecord) -> bool:
+            return threading.get_ident() != own_thread
+
+        # What fails is reported by the error; torch would log it to the screen besides. Nothing else is
+        # silenced: elastic jobs trace while they train.
+        FAKE_TENSOR_LOG.addFilter(is_elsewhere)
         try:
             with self:
                 yield self
         finally:
-            logging.disable(disabled)
+            FAKE_TENSOR_LOG.removeFilter(is_elsewhere)
             for hook in hooks:
                 hook.remove()
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zorselike.errors import ConfigError
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.processes.processes import Peers
 from zorselike.train.elastic.pipeline import Change
@@ -41,8 +40,6 @@ class Alone(Peers):
 class Known:
     """What one process knows of the run."""
 
-    traits: Mapping[str, str]
-    """Of the recipe, in which all processes must be alike."""
     job: str = ""
     """By which this job's leaders hand its folder of checkpoints on; empty: this process has just come."""
     folder: str = ""
@@ -59,20 +56,10 @@ class Known:
     """Its number and node, for people."""
 
 
-def agree(said: Sequence[Known], rank: int) -> Known:
-    """What all know together, of this rank's traits.
-
-    Raises:
-        ConfigError: On a rank whose recipe is not that of those who were there before it, or of rank 0.
-    """
+def agree(said: Sequence[Known]) -> Known:
+    """What all know together."""
     there = [known for known in said if known.job]
     first = there[0] if there else said[0]
-    for name, value in said[rank].traits.items():
-        if first.traits.get(name) != value:
-            raise ConfigError(
-                f"{name} is {value} in this process, and {first.traits.get(name)} in the job that it has "
-                "joined: start it with the same recipe and the same data"
-            )
     saved = [known.saved for known in said if known.saved is not None]
     changes = [known.change for known in said if known.change is not None]
     change = changes[0] if changes else None

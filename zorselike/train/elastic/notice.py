@@ -9,11 +9,12 @@ import threading
 
 import torch.distributed as dist
 
-from zorselike.elastic.pipeline import ElasticPipeline
+from zorselike.train.elastic.pipeline import ProgramPipeline
 from zorselike.train.stop import SignalWatch, StopVote
 
 _TOGETHER_S = 1.0
 """How long a process that was told to end waits for the others to be told so, too."""
+_SPARE_LEAVES = "this spare leaves"
 
 
 class Notice:
@@ -22,7 +23,7 @@ class Notice:
     def __init__(self, *, notice_s: float) -> None:
         """`notice_s`: after so many seconds this process ends, wherever it is; 0: it does not."""
         self._notice_s = notice_s
-        self.pipe: ElasticPipeline | None = None
+        self.pipe: ProgramPipeline | None = None
         """Once it is there."""
         self.watch = SignalWatch(self._begin)
         self._has_left = False
@@ -30,20 +31,20 @@ class Notice:
     def _begin(self, number: int) -> str:
         """In a thread, at the first signal."""
         pipe = self.pipe
-        if pipe is None or pipe.generation == 0:
-            print(
-                "zorselike: ended before this process was given a part in its job",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(128 + number)
+        if pipe is None or not pipe.has_part:
+            if pipe is not None and pipe.is_spare:
+                what, code = _SPARE_LEAVES, 0
+            else:
+                what, code = "ended before this process was given a part in its job", 128 + number
+            print(f"zorselike: {what}", file=sys.stderr, flush=True)
+            os._exit(code)
         if self._notice_s:
             timer = threading.Timer(self._notice_s, self._end, (number,))
             timer.daemon = True
             timer.start()
         if pipe.rank is None:
             self.leave()
-            return "this spare leaves"
+            return _SPARE_LEAVES
         return "leaves at a step boundary; with all others, where all are told so (again: end now)"
 
     def _end(self, number: int) -> None:

@@ -60,6 +60,17 @@ class ProgramPipeline(ElasticPipeline):
         assert self._running is not None
         return self._running.generation.members[0]
 
+    @property
+    def has_part(self) -> bool:
+        """Whether this process is or was in a generation that runs, or is about to."""
+        running = self._running
+        return self._ran is not None or (running is not None and not running.is_over.is_set())
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the job runs without this process."""
+        return self._control.is_spare
+
     def runs(self, number: int) -> bool:
         """Whether this generation still does, and this process is in it."""
         return not self.why_left and self.generation == number

@@ -92,10 +92,7 @@ class ElasticRun:
             config, model, self._module, Alone(), global_batch=self._first_plan.global_batch
         )
         self.keywords = find_keywords(self._module, self.rows, self.held_out)
-        self.known = Known(
-            find_traits(config, model) | find_data_traits(self.rows, self.held_out),
-            process=f"{os.getpid()} of {find_identity().node}",
-        )
+        self.known = Known(process=f"{os.getpid()} of {find_identity().node}")
         self._processes: list[str] = []
         """By rank."""
         self.checkpoints: RunCheckpoints | None = None
@@ -118,6 +115,7 @@ class ElasticRun:
             planner=planner,
             payback_s=config.elastic.payback_s,
             replan_on_drift=config.elastic.replan_on_drift,
+            settings=find_traits(config, model) | find_data_traits(self.rows, self.held_out),
             begin=self._begin if model.weights is not None or will_load(config) else None,
             mirror_share=config.elastic.mirror_share,
             optimizer=build_optimizer_factory(config.optimizer),
@@ -207,7 +205,7 @@ class ElasticRun:
         said = ranks.gather(self.known)
         is_first = not any(known.job for known in said)
         set_up_logging(ranks.rank)
-        known = replace(agree(said, ranks.rank), process=self.known.process)
+        known = replace(agree(said), process=self.known.process)
         self._processes = [other.process for other in said]
         if is_first:
             job = ranks.share(uuid.uuid4().hex)

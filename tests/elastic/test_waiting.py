@@ -1,0 +1,64 @@
+"""What a process says that has no part in its job yet."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from trivial_member import TrivialWorker
+
+from zorselike.elastic.meeting import Meeting, make_member, meeting
+from zorselike.elastic.meeting.environment import listen
+from zorselike.elastic.meeting.waiting import describe_wait, is_spare
+from zorselike.elastic.membership import events as e
+from zorselike.elastic.membership import messages as msg
+from zorselike.elastic.membership.machine import Membership
+from zorselike.elastic.membership.roster import Roster
+
+LIMIT_S = 30.0
+
+
+def test_who_waits_is_told_for_what() -> None:
+    founder, other = (make_member("h", port, "here", 0, "cpu", 0) for port in (1, 2))
+    machine = Membership(founder)
+    machine.handle(e.Found(3))
+    assert describe_wait(machine) == "waits for members: 1 of the 3 that its job starts with are at h:1"
+    machine = Membership(other)
+    assert describe_wait(machine) == "waits for a member of its job to answer"
+    machine.handle(e.Opened(founder))
+    machine.handle(e.Received(founder.id, msg.Welcome(Roster(0, (founder,)))))
+    expected = "waits for the other members with which the job that h:1 leads starts"
+    assert (describe_wait(machine), is_spare(machine)) == (expected, False)
+    machine.handle(e.Received(founder.id, msg.Welcome(Roster(4, (founder,)))))
+    assert describe_wait(machine).startswith("waits as a spare: the job that h:1 leads takes it in when")
+    assert is_spare(machine)
+
+
+def make_meeting(**options: Any) -> Meeting:
+    listener = listen("127.0.0.1", 0)
+    me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)
+    return Meeting(TrivialWorker(), me, listener, "token", **options)
+
+
+def test_a_founder_that_waits_says_so_once_and_then_that_it_has_a_part(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.02)
+    founder = make_meeting(num_founding=2)
+    address = ("127.0.0.1", founder.member.port)
+    with ThreadPoolExecutor() as pool:
+        founded = pool.submit(founder.next_generation)
+        time.sleep(1.5)
+        other = make_meeting(contact=[address])
+        joined = pool.submit(other.next_generation)
+        assert founded.result(LIMIT_S).number == joined.result(LIMIT_S).number
+        founder.close()
+        other.close()
+    said = [text for text in caplog.messages if "waits for members" in text]
+    assert said == [
+        "elastic: this process waits for members: 1 of the 2 that its job starts with are at 127.0.0.1:"
+        f"{address[1]}"
+    ]
+    assert "elastic: this process is rank 0 now" in caplog.messages
