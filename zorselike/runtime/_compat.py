@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -236,3 +236,10 @@ def grouped_products() -> tuple[Any, ...]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def counting_on_host(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    """Inside, torch's optimizers make their counts of steps on the host, whatever the caller's default device
+    is: those of 2.11 make them there, and wait for it in every step."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return torch.device("cpu") if is_torchs and torch.get_default_device().type != "cpu" else nullcontext()

@@ -78,7 +78,6 @@ NOT_NEEDED = {
     "comm/connections.py: Connections._keep": "sockets alone: it looks again and again for new ones",
     "leaving.py: leave_alone": "only on CUDA",
     "leaving.py: leave_together": "only on CUDA",
-    "processes/arrival.py: ": "for what other processes say, before there are streams",
     "state/exchange.py: exchange": "for other ranks: what travels is in host memory",
     "state/save.py: ": "the thread that saves says when it is done",
     "state/snapshot.py: Snapshot.read": _THREAD,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zorselike.errors import ConfigError
+from zorselike.runtime._compat import counting_on_host
 from zorselike.runtime.memory.memory import Memory
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.norm_sums import NormGroup, NormSums, Total
@@ -198,7 +199,9 @@ class Updates:
                 if isinstance(factor, Tensor) or factor != 1.0:
                     for grad in self._grads(ministage):
                         grad.mul_(factor)
-                self.optimizers[ministage].step()
+                optimizer = self.optimizers[ministage]
+                with counting_on_host(optimizer):
+                    optimizer.step()
 
     def _factor(self, total: Total | None) -> float | Tensor:
         """What gradients are multiplied by: the clipping, and the inverse of the loss scale. A number, or on
