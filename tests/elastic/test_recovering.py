@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -434,3 +436,25 @@ def test_who_would_join_another_node_by_loopback_is_refused_before() -> None:
     environment = {"ZORSELIKE_JOB_TOKEN": "ours", "ZORSELIKE_JOIN": "192.0.2.1:29600"}
     with pytest.raises(ClusterError, match=r"localhost, means .* GLOO_SOCKET_IFNAME"):
         from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=environment)
+
+
+ENDS_AT_ONCE = """
+import time
+from types import SimpleNamespace
+from zorselike.elastic.worker import ElasticWorker
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+        print("dropped", flush=True)
+
+worker = ElasticWorker(None, None)
+worker._graves.append((Slow(), SimpleNamespace(let_go=lambda: None)))
+worker.let_go()
+"""
+
+
+def test_a_process_that_ends_waits_until_the_remains_of_generations_are_dropped() -> None:
+    # Python's end aborted the process where a thread was in the destructor of a process group.
+    ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=True)
+    assert ended.stdout == "dropped\n"

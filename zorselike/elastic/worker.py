@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import threading
@@ -25,6 +26,9 @@ from zorselike.runtime.state.save import Save
 from zorselike.runtime.state.save_history import SaveHistory
 
 logger = logging.getLogger("zorselike")
+
+_DROPPED_WITHIN_S = 10.0
+"""So long a process that ends waits for what remains of earlier generations to be dropped."""
 
 
 class ElasticWorker:
@@ -181,7 +185,10 @@ class ElasticWorker:
             gc.collect()  # FSDP's modules and their groups are in circles.
 
         if graves:
-            threading.Thread(target=drop, name="elastic remains", daemon=True).start()
+            thread = threading.Thread(target=drop, name="elastic remains", daemon=True)
+            thread.start()
+            # A thread that is ended inside a group's destructor, as Python's end would, aborts the process.
+            atexit.register(thread.join, _DROPPED_WITHIN_S)
 
     def note_step(self, running: Running) -> None:
         """A step is done. After a generation's first, draws what may follow."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankExit, RunRanks
 from tiny import Case, Decoder, adamw, module_names
 from torch import Tensor
@@ -140,6 +141,7 @@ def interrupt_all(rank: int, world_size: int, folder: Path) -> list[str]:
         with pytest.raises(ConfigError) as refused:
             call()
         said.append(str(refused.value))
+    dist.barrier()  # The others may still wait for what this rank has begun to send.
     pipe.abandon()
     return said
 
