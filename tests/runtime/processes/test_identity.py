@@ -35,6 +35,7 @@ PALS = {
     "PALS_LOCAL_RANKID": "1",
     "PMI_LOCAL_SIZE": "4",
 }
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 STEP = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "1"}
 BATCH = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
@@ -45,7 +46,7 @@ HETEROGENEOUS = {
     "SLURM_STEP_TASKS_PER_NODE": "3,2,3",
 }
 """As Slurm 22.05 sets it for nodes a and c in one component, b in the other."""
-NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *SLURM, *STEP, *HETEROGENEOUS)
+NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *HYDRA, *SLURM, *STEP, *HETEROGENEOUS)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,8 @@ NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *SLURM, *STEP, *HETEROGENEOUS)
         (TORCHRUN, "torchrun", 4),
         (OPEN_MPI, "Open MPI", 4),
         (PALS, "PALS", 4),
+        (HYDRA, "Hydra", 4),
+        (SLURM | STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, "Slurm", None),  # srun --mpi=pmi2
         (SLURM, "Slurm", None),
         (SLURM | STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "Slurm", 4),
         # A heterogeneous job: the variable without STEP counts the tasks of one component only.
@@ -69,7 +72,7 @@ def test_each_launcher_says_it_in_its_own_variables(
     assert find_identity(variables | NODE) == Identity(5, 8, 1, local_size, "desk", source)
 
 
-@pytest.mark.parametrize("under", [OPEN_MPI, PALS, SLURM | STEP])
+@pytest.mark.parametrize("under", [OPEN_MPI, PALS, HYDRA, SLURM | STEP])
 def test_torchrun_counts_under_another_launcher(under: dict[str, str]) -> None:
     outer = {name: "0" if "SIZE" not in name and "NTASKS" not in name else "1" for name in under}
     assert find_identity(outer | TORCHRUN | NODE) == Identity(5, 8, 1, 4, "desk", "torchrun")
@@ -77,6 +80,7 @@ def test_torchrun_counts_under_another_launcher(under: dict[str, str]) -> None:
 
 def test_mpirun_counts_under_slurm() -> None:
     assert find_identity(BATCH | STEP | OPEN_MPI).source == "Open MPI"
+    assert find_identity(BATCH | STEP | HYDRA).source == "Hydra"
 
 
 @pytest.mark.parametrize("started", [{}, BATCH, BATCH | {"SLURM_STEP_ID": str(0xFFFF_FFFA)}])
@@ -87,7 +91,7 @@ def test_a_process_by_itself(started: dict[str, str]) -> None:
     assert find_identity(started | {"LOCAL_RANK": "2"}, rank=3).local_rank == 2
 
 
-@pytest.mark.parametrize("other", [OPEN_MPI, PALS, SLURM])
+@pytest.mark.parametrize("other", [OPEN_MPI, PALS, HYDRA, SLURM])
 def test_a_script_may_set_rank_and_world_size_from_its_launchers(other: dict[str, str]) -> None:
     assert find_identity({"RANK": "5", "WORLD_SIZE": "8"} | other).local_rank == 1
 

@@ -1,7 +1,8 @@
 """Who and where this process is, by the variables of what started it.
 
 `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are torchrun's; where they are not set, those of
-Open MPI, PALS (HPE Cray) or Slurm's `srun` count, in this order: an MPI launcher itself may run under Slurm.
+Open MPI, PALS (HPE Cray), Hydra (MPICH, Intel MPI) or Slurm's `srun` count, in this order: an MPI launcher
+itself may run under Slurm.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _SLURM = _Launcher(
     ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),  # The former counts all components of a heterogeneous job.
     "SLURM_LOCALID",
 )
+_HYDRA = _Launcher("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))
 _OTHERS = (
     _Launcher(
         "Open MPI",
@@ -73,6 +75,7 @@ _OTHERS = (
         "PALS_LOCAL_RANKID",
         ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     ),
+    _HYDRA,
     _SLURM,
 )
 
@@ -87,7 +90,7 @@ def find_identity(environment: Mapping[str, str] = os.environ, *, rank: int | No
     if _TORCHRUN.rank in environment or _TORCHRUN.sizes[0] in environment:
         return _check(_read_torchrun(environment, node))
     for launcher in _OTHERS:
-        if launcher.rank in environment and (launcher is not _SLURM or _is_task(environment)):
+        if _has_started(launcher, environment):
             return _check(_read(launcher, environment, node))
     local_rank = _number(environment, (_TORCHRUN.local_rank,))
     local_size = _number(environment, _TORCHRUN.local_sizes)
@@ -135,6 +138,13 @@ def _check(found: Identity) -> Identity:
             "start all processes by one"
         )
     return found
+
+
+def _has_started(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of a launcher's."""
+    if launcher is _HYDRA and launcher.local_rank not in environment:
+        return False  # Others speak PMI, too: `srun --mpi=pmi2`.
+    return launcher.rank in environment and (launcher is not _SLURM or _is_task(environment))
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:

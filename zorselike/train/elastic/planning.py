@@ -45,7 +45,7 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
             "[elastic] enable = true: srun --kill-on-bad-exit ends all processes when one dies: start by "
             f"srun --no-kill --kill-on-bad-exit=0 --wait=0 python {_NANNY} python -m zorselike.train ..."
         )
-    if identity.source in ("Open MPI", "PALS") and not is_alone:
+    if identity.source in ("Open MPI", "PALS", "Hydra") and not is_alone:
         raise ConfigError(
             f"[elastic] enable = true: {identity.source} ends all processes when one dies: let it start one "
             "`zorselike run` a node, or nannies: mpirun ... python "
