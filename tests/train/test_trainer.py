@@ -47,6 +47,13 @@ def what_ranks_inherit() -> None:
     debug_llama.warm_up()
 
 
+def test_a_model_that_is_none_of_ours_may_be_hugging_faces() -> None:
+    with pytest.raises(
+        ConfigError, match="no model 'qwen'; it is one of ours, llama, gpt, or hf: any causal"
+    ):
+        find_model(Config(model=Model(name="qwen")))
+
+
 def test_settings_of_a_flavor_may_be_changed() -> None:
     changed = Model(override=("vocab_size=512", "num_layers=3"))
     model = find_model(Config(model=changed))

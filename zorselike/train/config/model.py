@@ -16,7 +16,7 @@ from zorselike.errors import ConfigError
 from zorselike.hf import Lora, build_on_meta
 from zorselike.hf.adapters import check_same_adapters
 from zorselike.hf.folder import count_positions
-from zorselike.models import build_model, forward_flops_by_module, get_config, num_parameters
+from zorselike.models import build_model, forward_flops_by_module, get_config, model_names, num_parameters
 from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
 from zorselike.runtime.model.causal_lm import find_decoder
@@ -69,6 +69,11 @@ def find_model(config: Config) -> TrainedModel:
     if config.model.name == HUGGING_FACE:
         return _find_hugging_face(config)
     named = config.model
+    if named.name not in model_names():
+        raise ConfigError(
+            f"[model] name: there is no model '{named.name}'; it is one of ours, {', '.join(model_names())}, "
+            f"or {HUGGING_FACE}: any causal LM of Hugging Face, whose folder [model] path names"
+        )
     overrides = dict(sorted(read_assignment(one, "[model] override") for one in named.override))
     shape = get_config(named.name, named.flavor, **overrides)
     return TrainedModel(
