@@ -18,3 +18,9 @@ from zorselike.text.wording import suggest
 )
 def test_the_nearest_name_is_meant_but_for_case(name: str, meant: str) -> None:
     assert suggest(name, ["us-east-1b", "us-east-1a"]) == meant
+
+
+def test_what_is_the_end_of_several_names_may_be_each() -> None:
+    valid = ["devices", "device_memory", "host_memory"]
+    assert suggest("memory", valid) == "; did you mean 'device_memory' or 'host_memory'?"
+    assert suggest("device_memry", valid) == "; did you mean 'device_memory'?"

@@ -17,9 +17,12 @@ MAX_VALUE_LENGTH = 60
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the valid name nearest to a wrong one but for case, or nothing if none is
-    near."""
+    """`; did you mean 'x'?` for the valid name nearest to a wrong one but for case, `'x' or 'y'` for those of
+    which it is the end, or nothing if none is near."""
     by_folded = {known.casefold(): known for known in valid}
+    longer = [known for folded, known in by_folded.items() if folded.endswith(f"_{name.casefold()}")]
+    if 1 < len(longer) <= MAX_LISTED:
+        return f"; did you mean {' or '.join(map(repr, longer))}?"
     nearest = get_close_matches(name.casefold(), list(by_folded), n=1)
     return f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ""
 
