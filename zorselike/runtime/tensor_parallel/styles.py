@@ -144,7 +144,8 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     if not own:
         raise ConfigError(
             f"the plan has tensor-parallel replicas, and {type(model).__name__} has no tp_plan that says how "
-            'its layers are cut; pass tp_plan={"layers.*.attention.wq": "colwise", ...}, or list single ranks'
+            'its layers are cut; pass HeteroPipeline tp_plan={"layers.*.attention.wq": "colwise", ...}, or '
+            "list single ranks (in a recipe: a plan without replicas, tensor_parallel_degree = 1)"
         )
     return dict(own)
 
