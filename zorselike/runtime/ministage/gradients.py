@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zorselike.cost.purposes import Purpose
 from zorselike.runtime.memory.streams import Event, Stream
+from zorselike.runtime.memory.turns import copy_in_turns
 from zorselike.runtime.ministage.settings import RankResources
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 
@@ -131,12 +132,12 @@ class Gradients:
         streams, pool = self._memory.streams, self._memory.pool
         streams.store.wait(self.ready_on.record())
         pool.reserve(Purpose.GRADIENT_SHARDS, [local.nbytes for local in self._local.values()])
-        with streams.store.use():
-            for name, local in self._local.items():
-                host = pool.take(Purpose.GRADIENT_SHARDS, local.nbytes)
-                shape = torch.empty(local.shape, dtype=local.dtype, device="meta")
-                _typed(host, shape).copy_(local, non_blocking=True)
-                self._on_host[name] = (host, shape)
+        copies = []
+        for name, local in self._local.items():
+            host = pool.take(Purpose.GRADIENT_SHARDS, local.nbytes)
+            self._on_host[name] = (host, torch.empty(local.shape, dtype=local.dtype, device="meta"))
+            copies.append((host, _bytes_of(local)))
+        copy_in_turns(copies, streams.store, streams.beside(streams.store))
         self._stored = streams.store.record()
         self._retired.add(self._home, self._stored, self._release({}))
 
@@ -145,11 +146,12 @@ class Gradients:
         streams = self._memory.streams
         streams.load_state.wait(self._stored)
         with streams.load_state.use():
-            for name, (host, shape) in self._on_host.items():
-                local = torch.empty(shape.shape, dtype=shape.dtype, device=self._memory.device)
-                local.copy_(_typed(host, shape), non_blocking=True)
-                self._local[name] = local
-                self._memory.pool.give_back(Purpose.GRADIENT_SHARDS, host)
+            for name, (_, shape) in self._on_host.items():
+                self._local[name] = torch.empty(shape.shape, dtype=shape.dtype, device=self._memory.device)
+        copies = [(_bytes_of(self._local[name]), host) for name, (host, _) in self._on_host.items()]
+        copy_in_turns(copies, streams.load_state, streams.beside(streams.load_state))
+        for host, _ in self._on_host.values():
+            self._memory.pool.give_back(Purpose.GRADIENT_SHARDS, host)
         self._on_host.clear()
         self._home, self._arrived = streams.load_state, streams.load_state.record()
         self._enter_ledger()
@@ -168,6 +170,6 @@ class Gradients:
         self._entered_bytes = num_bytes
 
 
-def _typed(host: Tensor, like: Tensor) -> Tensor:
-    """A buffer of bytes as a tensor that looks like `like`."""
-    return host.view(like.dtype).view(like.shape)
+def _bytes_of(local: Tensor) -> Tensor:
+    """A shard, which is contiguous, as `uint8 [num_bytes]`."""
+    return local.view(-1).view(torch.uint8)
