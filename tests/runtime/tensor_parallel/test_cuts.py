@@ -166,7 +166,7 @@ def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
 @pytest.mark.parametrize(
     ("model", "tp_plan", "message"),
     [
-        (gpt, None, r"GPT has no tp_plan that says how its layers are cut; pass tp_plan="),
+        (gpt, None, r"GPT has no tp_plan that says how its layers are cut; pass HeteroPipeline tp_plan="),
         (llama, {"layers.*.attention.wqq": "colwise"}, r"tp_plan names 'layers.\*.attention.wqq', which no"),
         (llama, {"layers.*.attention.wq": "packed_colwise"}, r"style 'packed_colwise' of 'layers.0.att"),
         (llama, {"layers.*.attention": "colwise"}, r"'layers.0.attention' is a Attention, and only an nn.Li"),
