@@ -149,3 +149,15 @@ def test_an_attempt_that_nobody_finished_hinders_none() -> None:
     assert all(each.check(["key"]) for each in first)
     later = open_on(store, 2, (0, 1))  # Of other nodes, one fewer.
     assert not any(each.check(["key"]) for each in later)
+
+
+def test_who_waits_follows_rank_0_that_is_started_again() -> None:
+    """As torchrun does without a dynamic rendezvous: on the one node alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(open_on, store, 3, (1,))
+        with pytest.raises(ClusterError, match=r"rank 2 did not come"):
+            open_on(store, 3, (0,), timedelta(seconds=0.5))
+        again = open_on(store, 3, (0, 2))
+        again[0].set("key", "")
+        assert waits.result()[0].check(["key"]) and again[1].check(["key"])
