@@ -60,9 +60,11 @@ def _end(error: Exception) -> int:
 def _tell_others(error: Exception) -> None:
     """So that none waits for this process in vain."""
     with suppress(Exception):  # Not found, perhaps, and what is told on the screen is `error`.
+        from zorselike.elastic.meeting.environment import meets_by_store
         from zorselike.runtime.processes.launcher_store import tell_others
 
-        tell_others(error)
+        if meets_by_store():
+            tell_others(error)
 
 
 if __name__ == "__main__":
