@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from ranks import RunRanks, free_port
 from zorselike.elastic.meeting.environment import from_environment
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime._compat import Store
+from zorselike.runtime.processes import launcher_store
 from zorselike.runtime.processes.arrival import Arrival
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.launcher_store import tell_others
@@ -99,6 +101,18 @@ def test_who_ends_before_it_joins_tells_the_others_why(run_ranks: RunRanks, pref
     text = f"rank {ended} on node node{ended} ended before it joined: no such plan"
     assert [own for own, _ in said] == ["" if rank == ended else text for rank in range(3)]
     assert max(seconds for _, seconds in said) < LIMIT.total_seconds() / 2
+
+
+def test_who_ends_where_nobody_is_adds_nothing_to_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher_store, "_REACHED_WITHIN", timedelta(seconds=1))
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    with suppress(ClusterError, RuntimeError):
+        tell_others(ConfigError("no such plan"))
+    assert capfd.readouterr().err == ""
 
 
 def wait(rank: int, size: int, port: int) -> None:
