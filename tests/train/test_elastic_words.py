@@ -89,6 +89,14 @@ def test_who_meets_members_by_an_address_looks_for_no_launchers_store(
     assert len(told) == (address is None)
 
 
+def test_ctrl_c_ends_the_telling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(_: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher_store, "tell_others", tell)
+    program._tell_others(ConfigError("no such plan"))
+
+
 def test_nobody_plans_for_drift_where_nobody_knows_what_devices_take() -> None:
     config = Config(elastic=Elastic(True, replan_on_drift=True), hetero=Hetero("p.toml", device="cpu"))
     plan = Plan(2, (Group((0,), (Microbatch(0, 0, 2),)),), (Ministage(0, ("layers.0",)),))
