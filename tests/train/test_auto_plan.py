@@ -53,10 +53,10 @@ NODES = ("a", "b")
 make_problem, PARTS = auto_plan.make_problem, auto_plan.PARTS
 
 
-def make_problem_of(*known: Any, first: int) -> PlanProblem:
+def make_problem_of(*known: Any, first: int, last: int | None = None) -> PlanProblem:
     """One group of all devices from `first` on, since a single one would be faster for this little work."""
     problem = make_problem(*known)
-    group = tuple(range(first, problem.cluster.num_devices))
+    group = tuple(range(first, problem.cluster.num_devices))[:last]
     return replace(problem, fixed=replace(problem.fixed, groups=(group,)))
 
 
@@ -335,6 +335,23 @@ def test_devices_that_a_plan_leaves_out_end_with_the_others(
     waited = run(tmp_path, nodes=("c", "a", "b"))[0]
     assert waited.code == 2
     assert f"train have ended before the run was over, process 2 {why}" in waited.stderr
+
+
+def test_devices_that_a_plan_leaves_out_say_so_where_the_keeper_of_the_store_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_data = trainer.open_data
+
+    def die(config: Any, model: Any, module: Any, world: Any, **more: Any) -> Any:
+        if world.size == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return open_data(config, model, module, world, **more)
+
+    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0, last=1))
+    monkeypatch.setattr(trainer, "open_data", die)
+    waited = run(tmp_path)[1]
+    assert waited.code == 2
+    assert "train have ended before the run was over, process 0 first; look at" in waited.stderr
 
 
 def test_a_dry_run_says_what_would_be_done(first: tuple[str, Path], tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from zorselike.elastic.contract import Member
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.processes import launcher_store
+from zorselike.train import __main__ as program
 from zorselike.train.config.checks import check_config
 from zorselike.train.config.config import Config, Elastic, Hetero
 from zorselike.train.config.model import find_model
@@ -72,6 +74,27 @@ def test_launchers_that_end_survivors_are_refused(environment: dict[str, str], w
 )
 def test_others_are_not(environment: dict[str, str]) -> None:
     refuse_launcher(environment)
+
+
+@pytest.mark.parametrize("address", [None, "ZORSELIKE_FOUND", "ZORSELIKE_JOIN"])
+def test_who_meets_members_by_an_address_looks_for_no_launchers_store(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """A worker in the place of a lost one, say, under srun or mpirun, whose variables are still set."""
+    told: list[BaseException] = []
+    monkeypatch.setattr(launcher_store, "tell_others", told.append)
+    if address is not None:
+        monkeypatch.setenv(address, "127.0.0.1:1")
+    program._tell_others(ConfigError("no such plan"))
+    assert len(told) == (address is None)
+
+
+def test_ctrl_c_ends_the_telling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(_: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher_store, "tell_others", tell)
+    program._tell_others(ConfigError("no such plan"))
 
 
 def test_nobody_plans_for_drift_where_nobody_knows_what_devices_take() -> None:

@@ -59,10 +59,13 @@ def _end(error: Exception) -> int:
 
 def _tell_others(error: Exception) -> None:
     """So that none waits for this process in vain."""
-    with suppress(Exception):  # Not found, perhaps, and what is told on the screen is `error`.
+    # Not found, perhaps, or given up by Ctrl-C: what is told on the screen is `error`.
+    with suppress(Exception, KeyboardInterrupt):
+        from zorselike.elastic.meeting.environment import meets_by_store
         from zorselike.runtime.processes.launcher_store import tell_others
 
-        tell_others(error)
+        if meets_by_store():
+            tell_others(error)
 
 
 if __name__ == "__main__":

@@ -125,14 +125,16 @@ def _say_end(store: Store, why: str) -> None:
 
 
 def _await_end(store: Store, members: Sequence[int], lost: Mapping[int, Failure]) -> None:
-    why = ""
-    with suppress(RuntimeError):  # The process that keeps the store is gone.
+    why, is_said = "", False
+    try:
         while not (is_said := store.check([_ENDED])) and lost.keys().isdisjoint(members):
             time.sleep(_POLL_S)
         why = store.get(_ENDED).decode() if is_said else ""
-        gone = [rank for rank in tuple(lost) if rank in members]
-        if gone and (not is_said or is_echo(why)):
-            why = f"process {gone[0]} first; look at what they printed last"
+    except RuntimeError:  # The process that keeps the store is gone: the alarm knows whether it was lost.
+        time.sleep(_POLL_S)
+    gone = [rank for rank in tuple(lost) if rank in members]
+    if gone and (not is_said or is_echo(why)):
+        why = f"process {gone[0]} first; look at what they printed last"
     if why:
         raise ClusterError(f"the processes that train have ended before the run was over, {why}")
 

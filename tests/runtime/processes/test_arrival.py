@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from ranks import RunRanks, free_port
 from zorselike.elastic.meeting.environment import from_environment
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.runtime._compat import Store
+from zorselike.runtime.processes import launcher_store
 from zorselike.runtime.processes.arrival import Arrival
 from zorselike.runtime.processes.identity import Identity, find_identity
 from zorselike.runtime.processes.launcher_store import tell_others
@@ -101,6 +103,18 @@ def test_who_ends_before_it_joins_tells_the_others_why(run_ranks: RunRanks, pref
     assert max(seconds for _, seconds in said) < LIMIT.total_seconds() / 2
 
 
+def test_who_ends_where_nobody_is_adds_nothing_to_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher_store, "_REACHED_WITHIN", timedelta(seconds=1))
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    with suppress(ClusterError, RuntimeError):
+        tell_others(ConfigError("no such plan"))
+    assert capfd.readouterr().err == ""
+
+
 def wait(rank: int, size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -149,3 +163,15 @@ def test_an_attempt_that_nobody_finished_hinders_none() -> None:
     assert all(each.check(["key"]) for each in first)
     later = open_on(store, 2, (0, 1))  # Of other nodes, one fewer.
     assert not any(each.check(["key"]) for each in later)
+
+
+def test_who_waits_follows_rank_0_that_is_started_again() -> None:
+    """As torchrun does without a dynamic rendezvous: on the one node alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(open_on, store, 3, (1,))
+        with pytest.raises(ClusterError, match=r"rank 2 did not come"):
+            open_on(store, 3, (0,), timedelta(seconds=0.5))
+        again = open_on(store, 3, (0, 2))
+        again[0].set("key", "")
+        assert waits.result()[0].check(["key"]) and again[1].check(["key"])

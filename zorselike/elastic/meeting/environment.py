@@ -74,6 +74,11 @@ def make_token() -> str:
     return secrets.token_hex(16)
 
 
+def meets_by_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process finds its job in a launcher's store, and not by an address that it was given."""
+    return FOUND not in environment and JOIN not in environment
+
+
 def read_address(name: str, text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, the host perhaps in brackets."""
     host, _, port = text.rpartition(":")
@@ -100,7 +105,7 @@ def from_environment(
     identity = find_identity(environment)
     settings = settings or read_settings(environment)
     found, join = environment.get(FOUND), environment.get(JOIN)
-    if found is None and join is None:
+    if meets_by_store(environment):
         return _meet_by_store(worker, identity, device_type, memory_bytes, settings, environment)
     token = environment.get(TOKEN, "")
     if not token:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zorselike.runtime._compat import Store
 
 _KEY = "zorselike/attempt/"
+_LATEST = f"{_KEY}latest"
 _ENDED = "ended"
 _POLL_S = 0.05
 _LINGER_S = 1.0
@@ -50,15 +51,11 @@ class Arrival:
     def __init__(self, whole: Store, identity: Identity, timeout: timedelta) -> None:
         """`whole`: the launcher's store, without a prefix. Raises `ClusterError` where rank 0 does not come
         in time."""
-        import torch.distributed as dist  # A nanny, which needs names of the environment alone, has no torch.
-
         self._whole, self._identity, self._timeout = whole, identity, timeout
         self._until_s = time.monotonic() + timeout.total_seconds()
         self._answered: dict[int, bytes] = {}
         """By rank, its last question."""
-        self._name = secrets.token_hex(8) if identity.rank == 0 else self._ask()
-        self.store: Store = dist.PrefixStore(f"{_KEY}{self._name}", whole)  # type: ignore[attr-defined]
-        """The part of it that only those see who are of this attempt."""
+        self._begin()
 
     def arrive(self, *, is_elastic: bool) -> None:
         """Waits until all have come.
@@ -68,18 +65,21 @@ class Arrival:
             ClusterError: One has ended before, or some do not come in time.
         """
         global _has_arrived
-        identity, store = self._identity, self.store
-        store.set(str(identity.rank), f"{'true' if is_elastic else 'false'}\n{identity.node}")
+        kind = f"{'true' if is_elastic else 'false'}\n{self._identity.node}"
+        self.store.set(str(self._identity.rank), kind)
         _has_arrived = True
-        while not self._have_all_come() or store.check([_ENDED]):
-            if store.check([_ENDED]):
-                reason = store.get(_ENDED).decode()
+        while not self._have_all_come() or self.store.check([_ENDED]):
+            if self.store.check([_ENDED]):
+                reason = self.store.get(_ENDED).decode()
                 self._let_others_read()
                 raise ClusterError(reason)
             if time.monotonic() > self._until_s:
-                raise self._name_missing([rank for rank in self._ranks if not store.check([str(rank)])])
+                raise self._name_missing([rank for rank in self._ranks if not self.store.check([str(rank)])])
             time.sleep(_POLL_S)
-        kinds = [value.decode().split("\n", 1) for value in store.multi_get([*map(str, self._ranks)])]
+            if self._is_over():
+                self._begin()
+                self.store.set(str(self._identity.rank), kind)
+        kinds = [value.decode().split("\n", 1) for value in self.store.multi_get([*map(str, self._ranks)])]
         first, first_node = kinds[0]
         for rank, (value, node) in enumerate(kinds):
             if value != first:
@@ -100,6 +100,19 @@ class Arrival:
     @property
     def _ranks(self) -> range:
         return range(self._identity.size)
+
+    def _begin(self) -> None:
+        import torch.distributed as dist  # A nanny, which needs names of the environment alone, has no torch.
+
+        self._name = secrets.token_hex(8) if self._identity.rank == 0 else self._ask()
+        if self._identity.rank == 0:
+            self._whole.set(_LATEST, self._name)
+        self.store: Store = dist.PrefixStore(f"{_KEY}{self._name}", self._whole)  # type: ignore[attr-defined]
+        """The part of it that only those see who are of this attempt."""
+
+    def _is_over(self) -> bool:
+        """Whether rank 0 has been started again, on its node alone, and waits for this process anew."""
+        return self._identity.rank > 0 and self._whole.get(_LATEST).decode() != self._name
 
     def _ask(self) -> str:
         question = secrets.token_hex(8)

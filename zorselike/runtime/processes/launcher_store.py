@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +21,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 _LAST_PORT = 65_535
 _REACHED_WITHIN = timedelta(seconds=20)
 """A process that ends before it joins looks so long for the others' store."""
+_LOOK_S = 0.5
 
 
 def open_store(identity: Identity, timeout: timedelta) -> Store:
@@ -46,8 +50,20 @@ def tell_others(error: BaseException) -> None:
     identity = find_identity()
     if identity.source == "torchrun" and identity.size == identity.local_size:
         return
-    if identity.size > 1 and not has_arrived():
+    if identity.size > 1 and not has_arrived() and _is_kept(identity):
         Arrival(open_store(identity, _REACHED_WITHIN), identity, _REACHED_WITHIN).say_ended(error)
+
+
+def _is_kept(identity: Identity) -> bool:
+    """Whether there is a store, by now or soon; torch would say on the screen that there is none."""
+    if has_agent_store() or identity.rank == 0:
+        return True
+    until_s = time.monotonic() + _REACHED_WITHIN.total_seconds()
+    while time.monotonic() < until_s:
+        with suppress(OSError), socket.create_connection(_find_meeting_point(identity), timeout=1):
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 def _find_meeting_point(identity: Identity) -> tuple[str, int]:
