@@ -468,8 +468,8 @@ def refuse_optimizer(rank: int, world_size: int, optimizer: Callable[[object], A
     return str(caught.value)
 
 
-def of_others(named_parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(2, 2).parameters())
+def of_others(named_parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(own.shape)) for _, own in named_parameters])
 
 
 @pytest.mark.parametrize(

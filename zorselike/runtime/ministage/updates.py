@@ -242,7 +242,11 @@ def _refuse(optimizer: Optimizer, ministage: ShardedMinistage) -> None:
             f"optimizer: what was given for it returned a {type(optimizer).__name__}, and no "
             "torch.optim.Optimizer of the parameters"
         )
-    if not {*map(id, ministage.trained.values())} & _list_held(optimizer):
+    trained = ministage.trained.values()
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Who filters parameters may have put something else in place of none.
+    looks_alike = {*(own.shape for own in trained)} & {*(own.shape for own in held)}
+    if looks_alike and not {*map(id, trained)} & {*map(id, held)}:
         raise ConfigError(
             f"optimizer: the {type(optimizer).__name__} that was made has none of the parameters that it was "
             "given: make it of the argument, (name, parameter) pairs of this rank's shards, and not of the "
@@ -273,7 +277,7 @@ def _refuse_for_pieces(optimizer: Optimizer, ministage: ShardedMinistage) -> Non
             "if to its update no element of a weight matters to another, say so: "
             f"{kind.__name__}.is_elementwise = True"
         )
-    held = _list_held(optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     pieces: dict[str, set[bool]] = {}
     for name, parameter in ministage.trained.items():
         pieces.setdefault(ministage.whole_name(name), set()).add(id(parameter) in held)
@@ -283,11 +287,6 @@ def _refuse_for_pieces(optimizer: Optimizer, ministage: ShardedMinistage) -> Non
                 f"optimizer: it was given some pieces of '{name}' and not others; this rank has several, "
                 "each with that name: make groups of a list of pairs, not of a dictionary"
             )
-
-
-def _list_held(optimizer: Optimizer) -> set[int]:
-    """Identities of its parameters."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def default_optimizer(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
