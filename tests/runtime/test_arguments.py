@@ -487,6 +487,17 @@ def test_what_cannot_step_on_shards_is_refused(
         assert said in message
 
 
+def train_none(rank: int, world_size: int) -> None:
+    plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, ("0", "1", "2")),))
+    HeteroPipeline(
+        in_float32(), plan, optimizer=lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+    ).close()
+
+
+def test_what_is_held_in_place_of_no_parameter_is_no_mistake(run_ranks: RunRanks) -> None:
+    run_ranks(train_none, 1)
+
+
 class Before(nn.Module):
     """Activates what it is given in place."""
 
