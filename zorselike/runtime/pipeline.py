@@ -24,7 +24,7 @@ from zorselike.runtime.auxiliary_loss import weighing
 from zorselike.runtime.batch import Batch, RankRows, as_tensors
 from zorselike.runtime.checkpoints import Checkpoints, Stateful
 from zorselike.runtime.comm.agreement import SETTINGS, check_same
-from zorselike.runtime.comm.connections import Connections
+from zorselike.runtime.comm.connections import Connections, allow_many_files
 from zorselike.runtime.comm.ranks import Groups
 from zorselike.runtime.crossing import Crossing, refuse_fixed_shapes
 from zorselike.runtime.executor import Executor
@@ -141,6 +141,7 @@ class HeteroPipeline(Stateful):
                 "torch.distributed is not initialised; call torch.distributed.init_process_group first "
                 "and start the script with torchrun"
             )
+        allow_many_files()
         self._connections = Connections()
         self.device = use_device(device)
         named_device = None if device is None else self.device.type

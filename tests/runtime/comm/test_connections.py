@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import threading
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
+from tiny import Case, train_planned
 
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.comm.connections import Connections, end
 
 _PIDFD_GETFD = 438
@@ -141,3 +144,17 @@ def send_before_it_is_awaited(rank: int, world_size: int, num_bytes: int) -> boo
 def test_gloo_sends_nothing_before_its_receive_is_posted(run_ranks: RunRanks, num_bytes: int) -> None:
     """So that of nothing on a CPU the simulator says that it goes eagerly (`StepCosts.eager_bytes`)."""
     assert run_ranks(send_before_it_is_awaited, 2, num_bytes) == [False, False]
+
+
+def train_with_few_files(rank: int, world_size: int) -> tuple[float, ...]:
+    """Where the shell allows few open files, as most do for what a hundred ranks need."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/dev/fd").iterdir()]) + 8, hard))
+    rows = tuple(Microbatch(each, each, each + 1) for each in range(world_size))
+    group = Group(tuple(range(world_size)), rows)
+    plan = Plan(world_size, (group,), (Ministage(0, ("tok_embeddings", "layers.0", "norm", "output")),))
+    return train_planned(Case(plan, 1, num_steps=1)).losses
+
+
+def test_a_pipeline_takes_the_open_files_that_its_groups_need(run_ranks: RunRanks) -> None:
+    assert len({*run_ranks(train_with_few_files, 4)}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import stat
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 _FILES = Path("/dev/fd")
 _AGAIN_S = 0.05
+_FILES_WANTED = 1 << 16
 
 
 class Connections:
@@ -96,6 +98,16 @@ class Connections:
             return False
         port = connection.getpeername()[1]  # An error of a listener.
         return not is_ours or port in self._store_ports
+
+
+def allow_many_files() -> None:
+    """Raises this process's limit on open files as far as it may: in each group of all ranks Gloo has a
+    connection to every one, and of a hundred ranks these are more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, _FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # Some kernels allow less than they say.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def end(connection: socket.socket) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zorselike.errors import USER_ERRORS, ClusterError
+from zorselike.runtime.comm.connections import allow_many_files
 from zorselike.runtime.comm.ranks import ProcessGroup
 from zorselike.runtime.processes.arrival import Arrival
 from zorselike.runtime.processes.identity import find_identity
@@ -188,6 +189,7 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
     """Makes the default process group; raises `ClusterError` where ranks do not find each other in time, or
     some are of an elastic job."""
     identity, backend = find_identity(), choose_backend(device)
+    allow_many_files()
     try:
         store = open_store(identity, timeout)
         if identity.size > 1:
