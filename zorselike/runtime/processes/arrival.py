@@ -32,12 +32,13 @@ _LINGER_S = 1.0
 _AWAITED_S = 20.0
 """So long it waits before that for those that are still being started."""
 
-_has_arrived = False
+_arrived_process = 0
+"""Its number: one that was forked later has not."""
 
 
 def has_arrived() -> bool:
     """Whether this process has said that it is here: the others hear of its end in other ways."""
-    return _has_arrived
+    return _arrived_process == os.getpid()
 
 
 def has_agent_store() -> bool:
@@ -64,10 +65,10 @@ class Arrival:
             ConfigError: On every process alike, where some have `[elastic] enable` and others not.
             ClusterError: One has ended before, or some do not come in time.
         """
-        global _has_arrived
+        global _arrived_process
         kind = f"{'true' if is_elastic else 'false'}\n{self._identity.node}"
         self.store.set(str(self._identity.rank), kind)
-        _has_arrived = True
+        _arrived_process = os.getpid()
         while not self._have_all_come() or self.store.check([_ENDED]):
             if self.store.check([_ENDED]):
                 reason = self.store.get(_ENDED).decode()
