@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             "[elastic] enable = true begins with a plan: name a plan file",
         ),
         ("[parallelism]\npipeline_parallel_degree = 2\n", "the plan says who computes what"),
-        ("[profiling]\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
+        ("[profiling]\nenable_profiling = true\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give a finite number, 0 or more"),
         ("[optimizer]\nlr = inf\n", "[optimizer] lr is inf; give a finite number, 0 or more"),
         ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give a finite number, 0 or more"),
@@ -278,6 +279,44 @@ def test_flags_of_torchtitan_are_refused_by_name(arguments: list[str], expected:
     with pytest.raises(ConfigError) as caught:
         parse_command_line(arguments)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ("--checkpoint.interval=500", "--checkpoint.enable"),
+        ("--checkpoint.enable --checkpoint.export-dtype bfloat16", "--checkpoint.last_save_model_only"),
+        (
+            "--checkpoint.enable --checkpoint.no-initial_load_model_only",
+            "--checkpoint.initial_load_path",
+        ),
+        ("--validation.freq 5", "--validation.enable"),
+        ("--training.dataset stdlib --training.dataset_path p", '--training.dataset_path ""'),
+        ("--debug.deterministic_warn_only", "--debug.deterministic"),
+        ("--elastic.min_ranks 1", "--elastic.enable"),
+    ],
+)
+def test_a_flag_that_says_nothing_is_refused(arguments: str, needed: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"says nothing without {needed}: add")):
+        parse_command_line(["--hetero.plan", "p.toml", *arguments.split()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--checkpoint.no-enable --checkpoint.interval 5",
+        "--debug.no-deterministic_warn_only",
+        "--elastic.no_enable",
+        "--checkpoint.upload=",
+        "--model.name=hf --model.path=p --model.flavor=",
+    ],
+)
+def test_what_is_off_may_be_said(arguments: str, tmp_path: Path) -> None:
+    text = (
+        '[hetero]\nplan = "p.toml"\n[validation]\nfreq = 3\n[checkpoint]\ninterval = 7\nupload = "s3://b"\n'
+        "[debug]\ndeterministic_warn_only = true\n[profiling]\nprofile_freq = 1\n"
+    )
+    parse_command_line(["--config", str(write(tmp_path, text)), *arguments.split()])
 
 
 def test_an_unknown_flag_ends_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

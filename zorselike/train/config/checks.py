@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 
 from zorselike.errors import ConfigError, FileError
@@ -11,6 +12,58 @@ from zorselike.text.wording import list_few
 from zorselike.train.config.config import AUTO, HUGGING_FACE, Config, Elastic, Lora
 
 _NAME_A_PLAN = f'name a plan file, for example recipes/debug_cpu.plan.toml, or write "{AUTO}"'
+
+
+_NEEDS: Mapping[str, tuple[Callable[[Config], bool], str]] = {
+    "checkpoint": (lambda config: config.checkpoint.enable, "--checkpoint.enable"),
+    "checkpoint.export_dtype": (
+        lambda config: config.checkpoint.last_save_model_only,
+        "--checkpoint.last_save_model_only",
+    ),
+    "checkpoint.initial_load_model_only": (
+        lambda config: bool(config.checkpoint.initial_load_path),
+        "--checkpoint.initial_load_path",
+    ),
+    "validation": (lambda config: config.validation.enable, "--validation.enable"),
+    "validation.dataset": (lambda config: not config.validation.dataset_path, '--validation.dataset_path ""'),
+    "training.dataset": (lambda config: not config.training.dataset_path, '--training.dataset_path ""'),
+    "profiling": (lambda config: config.profiling.enable_profiling, "--profiling.enable_profiling"),
+    "compile": (lambda config: config.compile.enable, "--compile.enable"),
+    "lora": (lambda config: config.lora.enable, "--lora.enable"),
+    "elastic": (lambda config: config.elastic.enable, "--elastic.enable"),
+    "metrics.save_tb_folder": (
+        lambda config: config.metrics.enable_tensorboard,
+        "--metrics.enable_tensorboard",
+    ),
+    "metrics.save_for_all_ranks": (
+        lambda config: config.metrics.enable_tensorboard,
+        "--metrics.enable_tensorboard",
+    ),
+    "debug.deterministic_warn_only": (lambda config: config.debug.deterministic, "--debug.deterministic"),
+    "model.flavor": (lambda config: config.model.name != HUGGING_FACE, "a --model.name that is a family"),
+}
+"""Of sections, and of keys, that say nothing without another key: whether that is there, and its flag."""
+
+
+def check_given(config: Config, given: Collection[str]) -> None:
+    """Raises `ConfigError` for a key of the command line that says nothing in this configuration.
+
+    A recipe may carry keys of a section that is off; a flag is typed to change something, unless another
+    turns its section off. `given`: `section.key` of each flag.
+    """
+    for name in given:
+        section, _, key = name.partition(".")
+        for needing in (section, name):
+            is_there, needed = _NEEDS.get(needing, (lambda config: True, ""))
+            is_off_on_purpose = needing == section and needed.removeprefix("--") in given
+            if is_there(config) or is_off_on_purpose:
+                continue
+            home = getattr(config, section)
+            value, default = getattr(home, key), getattr(type(home)(), key)
+            if value or value not in ("", default):
+                raise ConfigError(
+                    f"command line: --{name} says nothing without {needed}: add that, or leave it out"
+                )
 
 
 def check_config(config: Config) -> None:
@@ -28,7 +81,7 @@ def check_config(config: Config) -> None:
             f"[training] dataloader.prefetch_factor = {loader.prefetch_factor}: needs num_workers >= 1"
         )
     least = profiling.profiler_active + profiling.profiler_warmup
-    if profiling.profile_freq < least:
+    if profiling.enable_profiling and profiling.profile_freq < least:
         raise ConfigError(
             f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
             f"profiler_warmup = {least}"

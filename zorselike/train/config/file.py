@@ -19,7 +19,7 @@ from zorselike.text.document import parse_text
 from zorselike.text.files import read_text
 from zorselike.text.toml import format_table
 from zorselike.text.wording import suggest
-from zorselike.train.config.checks import check_config
+from zorselike.train.config.checks import check_config, check_given
 from zorselike.train.config.config import AUTO, Config
 from zorselike.train.config.titan_keys import REFUSED_VALUES, refusal
 from zorselike.version import __version__
@@ -94,6 +94,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Request:
     config = Config(**{field.name: getattr(parsed, field.name) for field in fields(Config)})
     config = _expand_home(config)
     check_config(config)
+    check_given(config, _list_given(arguments))
     return Request(config=config, config_path=path, dry_run=parsed.dry_run)
 
 
@@ -171,6 +172,23 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
         reason = refusal(name.partition(".")[0]) or refusal(section, key.removeprefix("no_"))
         if reason is not None:
             raise ConfigError(f"command line: --{name} is a TorchTitan key without a place here: {reason}")
+
+
+def _list_given(arguments: Sequence[str]) -> list[str]:
+    """`section.key` of the flags of the recipe's keys, in their order; what tyro has parsed."""
+    names = [
+        argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument[:2] == "--"
+    ]
+    parts = [name.partition(".") for name in names]
+    found = [f"{section}.{key.removeprefix('no_')}" for section, _, key in parts]
+    return [name for name in found if name in _ALL_KEYS]
+
+
+_ALL_KEYS = frozenset(
+    f"{section.name}.{key}"
+    for section in fields(Config)
+    for key in list_keys(type(getattr(Config(), section.name)))
+)
 
 
 # -- TOML into dataclasses -------------------------------------------------------------------
