@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from zorselike.train.optimizer import (
     build_optimizer_factory,
     group_by_decay,
     is_decayed,
+    log_schedule,
 )
 
 
@@ -84,6 +86,17 @@ def test_cosine_from_the_end_of_the_warmup() -> None:
     progress = [0, 0, 1 / 4, 2 / 4, 3 / 4]
     expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * p)) for p in progress]
     assert [factor(step) for step in range(5)] == pytest.approx(expected)
+
+
+def test_a_schedule_that_ends_before_the_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Its steps after that would have no learning rate without a word."""
+    config = LRScheduler(warmup_steps=1, total_steps=5)
+    with caplog.at_level(logging.INFO, "zorselike"):
+        log_schedule(config, steps=5)
+        assert not caplog.messages
+        log_schedule(config, steps=10)
+    (said,) = caplog.messages
+    assert "total_steps = 5 ends before [training] steps = 10: every step after it has 0 times" in said
 
 
 def test_total_steps_decouples_the_schedule() -> None:

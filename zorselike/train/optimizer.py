@@ -95,7 +95,7 @@ class WarmupStableDecay:
         return cls(warmup, total + 1 - warmup - decay, decay, config.decay_type, config.min_lr_factor)
 
     def __call__(self, step: int) -> float:
-        """Factor of the step after `step` steps; after the schedule's end that of its last step."""
+        """Factor of the step after `step` steps; after the schedule's end that of the end of the decay."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         first = self.warmup_steps + self.stable_steps
@@ -110,6 +110,26 @@ class WarmupStableDecay:
             case "cosine":
                 left = 0.5 * (1 + math.cos(math.pi * progress))
         return self.min_lr_factor + (1 - self.min_lr_factor) * left
+
+
+def log_schedule(config: LRSchedulerConfig, *, steps: int) -> None:
+    """Logs where a warm-up is shortened, and where the schedule is over before a run of `steps` is."""
+    rate = WarmupStableDecay.of(config, steps=steps)
+    if rate.warmup_steps < config.warmup_steps:
+        logger.info(
+            "[lr_scheduler] warmup_steps = %d is shortened to the %d steps of the schedule ([training] "
+            "steps, or total_steps)",
+            config.warmup_steps,
+            rate.warmup_steps,
+        )
+    if config.total_steps is not None and config.total_steps < steps:
+        logger.info(
+            "[lr_scheduler] total_steps = %d ends before [training] steps = %d: every step after it has %g "
+            "times the learning rate",
+            config.total_steps,
+            steps,
+            rate(steps),
+        )
 
 
 def build_lr_scheduler_factory(

@@ -33,7 +33,12 @@ from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.data.rows import Rows
 from zorselike.train.dry_run import describe_planning, describe_run
 from zorselike.train.equal_replicas import make_equal_plan
-from zorselike.train.optimizer import WarmupStableDecay, build_lr_scheduler_factory, build_optimizer_factory
+from zorselike.train.optimizer import (
+    WarmupStableDecay,
+    build_lr_scheduler_factory,
+    build_optimizer_factory,
+    log_schedule,
+)
 from zorselike.train.parts import (
     build_metrics,
     check_seq_len,
@@ -171,13 +176,7 @@ def _run_steps(
         build_lr_scheduler_factory(config.lr_scheduler, steps=steps, steps_before=before)
     )
     rate = WarmupStableDecay.of(config.lr_scheduler, steps=steps)
-    if rate.warmup_steps < config.lr_scheduler.warmup_steps:
-        logger.info(
-            "[lr_scheduler] warmup_steps = %d is shortened to the %d steps of the schedule ([training] "
-            "steps, or total_steps)",
-            config.lr_scheduler.warmup_steps,
-            rate.warmup_steps,
-        )
+    log_schedule(config.lr_scheduler, steps=steps)
     if pipe.loss_scale is not None:
         # torch mistakes a skipped first step for a schedule that is ahead of its optimizer.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -33,7 +33,7 @@ from zorselike.train.elastic.known import Alone, Known, RanksOfGeneration, agree
 from zorselike.train.elastic.notice import Notice, name_signal
 from zorselike.train.elastic.pipeline import ProgramPipeline
 from zorselike.train.elastic.planning import find_plan, refuse_launcher
-from zorselike.train.optimizer import build_optimizer_factory
+from zorselike.train.optimizer import build_optimizer_factory, log_schedule
 from zorselike.train.parts import (
     check_seq_len,
     choose_kernels,
@@ -242,6 +242,7 @@ class ElasticRun:
         logger.info("%s\n%s", config.job.description or config.hetero.plan, inner.describe())
         logger.info("model: %s, %s", self.model.name, self.model.size)
         logger.info("data: %s", self.rows.describe())
+        log_schedule(config.lr_scheduler, steps=config.training.steps)
         beyond = (
             "goes back to the newest checkpoint"
             if config.checkpoint.enable
