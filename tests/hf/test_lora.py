@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import hf_families
@@ -150,6 +151,18 @@ def test_adapters_that_compute_otherwise_are_refused(setting: dict[str, object],
     check_same_adapters(model, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **setting}))
     with pytest.raises(ConfigError, match=f"asks for {next(iter(setting))}"):
+        check_same_adapters(model, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "has_biases"), [("llama", False), ("qwen2", True)])
+def test_trained_biases_are_refused_where_there_are_any(
+    family: str, has_biases: bool, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    add_lora(model, Lora(rank=2, alpha=4.0))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "all"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match='asks for bias = "all"') if has_biases else nullcontext():
         check_same_adapters(model, tmp_path)
 
 

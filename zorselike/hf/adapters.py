@@ -64,6 +64,8 @@ def check_same_adapters(model: nn.Module, folder: Path) -> None:
     odd = [key for key in _UNKNOWN_SETTINGS if there.get(key)]
     if there.get("init_lora_weights") not in _KEEP_THE_MODEL:
         odd.append(f'init_lora_weights = "{there["init_lora_weights"]}"')
+    if there.get("bias", "none") != "none" and any(n.endswith(".bias") for n, _ in model.named_parameters()):
+        odd.append(f'bias = "{there["bias"]}"')
     if there.get("peft_type") != "LORA" or odd:
         raise ConfigError(
             f"lora: {folder}: {ADAPTER_CONFIG} asks for {list_few(odd) or there.get('peft_type')}, which is "

@@ -50,7 +50,7 @@ def load(rank: int, size: int, folder: Path) -> list[Any]:
             pipe.load_pretrained(folder / name)
             found.append(pipe.evaluate_global(*case.batch(1)).loss)
             found.append(pipe.num_steps)
-        for name in ("cut", "pickle"):
+        for name in ("cut", "integers", "pickle"):
             with pytest.raises(CheckpointError) as caught:
                 pipe.load_pretrained(folder / name)
             found.append(str(caught.value))
@@ -68,10 +68,14 @@ def test_every_rank_reads_its_part(run_ranks: RunRanks, tmp_path: Path) -> None:
         {name: own for name, own in whole.items() if name != "norm.weight"},
         tmp_path / "cut" / "a.safetensors",
     )
+    (tmp_path / "integers").mkdir()
+    integers = {"norm.weight": (8 * whole["norm.weight"]).to(torch.int8)}
+    save_file({**whole, **integers}, tmp_path / "integers" / "a.safetensors")
     (tmp_path / "pickle").mkdir()
     torch.save({}, tmp_path / "pickle" / "pytorch_model.bin")
-    for one, steps, several, _, cut, pickle in run_ranks(load, RANKS, tmp_path):
+    for one, steps, several, _, cut, quantized, pickle in run_ranks(load, RANKS, tmp_path):
         assert one == several == pytest.approx(expected, rel=1e-12)
         assert steps == 0
         assert "cut: is of another model: it holds no norm.weight" in cut
+        assert "norm.weight has integers there (I8, as in quantized models)" in quantized
         assert "pytorch_model.bin is a pickle" in pickle

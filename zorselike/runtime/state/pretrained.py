@@ -25,6 +25,7 @@ from zorselike.errors import CheckpointError, OtherCheckpointError
 from zorselike.plan.holdings import VALUE, Box, subtract
 from zorselike.runtime.state.dtypes import bytes_of, named_dtype
 from zorselike.runtime.state.exchange import part_of
+from zorselike.runtime.state.inventory import TensorFacts
 from zorselike.runtime.state.pipeline_state import PipelineState
 from zorselike.runtime.state.together import do_together, gather_by_rank
 from zorselike.text.wording import list_few
@@ -103,7 +104,7 @@ class PretrainedWeights:
             raise OtherCheckpointError(f"{where}this one has no {list_few(unknown)}")
         for name, known in facts.items():
             for places in (self._places[name], *self._again.get(name, ())):
-                if wrong := _find_fault(places, Box.whole(name, VALUE, known.shape)):
+                if wrong := _find_fault(places, name, known):
                     raise OtherCheckpointError(f"{where}{wrong}")
 
     def _read(self, box: Box) -> Tensor:
@@ -165,17 +166,24 @@ def _are_equal(values: Tensor, others: Tensor) -> bool:
     return torch.allclose(values, others, rtol=0, atol=0, equal_nan=True)
 
 
-def _find_fault(places: Sequence[_Place], whole: Box) -> str | None:
+def _find_fault(places: Sequence[_Place], name: str, known: TensorFacts) -> str | None:
     """What is wrong with the parts of a tensor."""
+    whole = Box.whole(name, VALUE, known.shape)
+    is_float = known.is_parameter and known.model_dtype.is_floating_point
     left = [whole]
     for place in places:
         if not may_be(place.one, place.box, whole):
-            return f"{place.one.box.name} is {place.one.shape} there, and {whole.name} {whole.shape} here"
+            return f"{place.one.box.name} is {place.one.shape} there, and {name} {whole.shape} here"
+        if is_float and not named_dtype(place.one.dtype).is_floating_point:
+            return (
+                f"{place.one.box.name} has integers there ({place.one.dtype}, as in quantized models), "
+                f"and {name} is of {known.model_dtype} here"
+            )
         if place.one.dtype != places[0].one.dtype:
             names = f"{places[0].one.box.name} and {place.one.box.name}"
             return f"{names} are of different dtypes, and one tensor here"
         left = [rest for box in left for rest in subtract(box, place.box)]
-    return f"it holds a part of {whole.name} alone" if left and whole.num_elements else None
+    return f"it holds a part of {name} alone" if left and whole.num_elements else None
 
 
 def find_fingerprint(state: PipelineState, folder: Path) -> str:
