@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from ranks import RunRanks
+
+from zorselike.runtime.result import StepResult
+from zorselike.train.config.config import Profiling
+from zorselike.train.report.profiling import profiler
 from zorselike.train.report.trace import find_actions, name_streams, write_readable
 
 PID, DEVICE = 4321, 0
@@ -89,4 +96,22 @@ def test_tracks_of_a_written_trace_have_names(tmp_path: Path) -> None:
         "thread 4400 (pt_autograd_0)",
         "stream 7: iBm iFm",
         "stream 28 ",
+    ]
+
+
+def profile_two_steps(rank: int, size: int, folder: Path) -> list[str]:
+    said: list[str] = []
+    logger = logging.getLogger("zorselike")
+    logger.setLevel(logging.INFO)
+    logger.info = lambda text, *values: said.append(text % values)  # type: ignore[method-assign,assignment]
+    config = Profiling(enable_profiling=True, profile_freq=5)
+    with profiler(config, folder=folder, rank=0) as end_step:
+        for _ in range(2):
+            end_step(cast(StepResult, SimpleNamespace(loss=0.0)))
+    return said
+
+
+def test_steps_too_few_for_a_trace_are_said(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(profile_two_steps, 1, tmp_path) == [
+        ["no trace is written of 2 steps: the first would be after [profiling] profile_freq = 5"]
     ]

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from zorselike.runtime.result import StepResult
+from zorselike.text.wording import count
 from zorselike.train.config.config import Profiling
 from zorselike.train.report.trace import write_readable
 
@@ -42,7 +43,11 @@ def profiler(
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
 
+    num_written = 0
+
     def write(finished: profile) -> None:
+        nonlocal num_written
+        num_written += 1
         target = folder / config.save_traces_folder / f"iteration_{first_step + finished.step_num}"
         target.mkdir(parents=True, exist_ok=True)
         raw = target / f"rank{rank}_trace.json"
@@ -70,6 +75,12 @@ def profiler(
         yield end_step
         if last is not None:
             _wait(last)
+    if last is not None and not num_written:
+        logger.info(
+            "no trace is written of %s: the first would be after [profiling] profile_freq = %d",
+            count(running.step_num, "step"),
+            config.profile_freq,
+        )
 
 
 def _wait(result: StepResult) -> None:
