@@ -72,6 +72,7 @@ def test_mistakes_are_said(
     assert "must be at least 1" in fail(capsys, "run", "--ranks", "0", "--", "true")
     assert "must be at least 2" in fail(capsys, "run", "--ranks", "2", "--members", "1", "--", "true")
     assert "--members is said where" in fail(capsys, "run", "--join", address, "--members", "2", "--", "true")
+    assert "keep one" in fail(capsys, "run", "--join", address, "--address", "h:9", "--", "true")
     monkeypatch.setenv("ZORSELIKE_JOB_TOKEN", "another")
     assert "refuses the token" in fail(capsys, "status", address)
     assert "refuses the token" in fail(capsys, "join", address, "--", "true")

@@ -166,6 +166,9 @@ def test_a_recipe_says_everything_but_the_plan(folder: Path, capsys: pytest.Capt
     assert "none.toml: there is no such file" in capsys.readouterr().err
     assert main(("launch", "my.plan.toml", "--output", "x")) == 2
     assert "leave out --output" in capsys.readouterr().err
+    for option in (("--dtype", "float16"), ("--defer-updates",)):
+        assert main(("launch", "my.plan.toml", "--config", "r.toml", *option)) == 2
+        assert f"--config says everything but the plan; say {option[0]} there" in capsys.readouterr().err
 
 
 # -- Slurm -------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
     for options, name in (((), "adapters"), (("--merge",), "merged")):
         target = tmp_path / name
         arguments = ["checkpoint", "export", str(checkpoints), str(target), *options]
+        assert cli([*arguments, "--max-shard-size", "1MB"]) == 2  # Which it would not heed.
         assert cli(arguments) == 0
     assert len(list((tmp_path / "merged").iterdir())) == len(list(model.iterdir()))
     for path in (checkpoints / model_folder(2)).iterdir():

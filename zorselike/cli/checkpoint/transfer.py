@@ -93,6 +93,15 @@ class Export:
             )
 
     def _export_adapters(self, root: Path, like: Path | None) -> list[Path]:
+        for flag, is_given in (
+            ("--aliases", self.aliases),
+            ("--max-shard-size", self.max_shard_size != type(self).max_shard_size),
+        ):
+            if is_given:
+                files = "the files of the model's folder" if self.merge else "one file, as peft has it"
+                raise CheckpointError(
+                    f"checkpoint export: {flag}: of adapters it writes {files}; leave it out"
+                )
         dtype = None if self.dtype == "model" else _DTYPES[self.dtype]
         target = Path(self.target)
         if self.merge:

@@ -72,6 +72,8 @@ class Run:
         if self.join is not None:
             if self.members is not None:
                 raise ConfigError("run: --members is said where the job is founded, not with --join")
+            if self.address != type(self).address:
+                raise ConfigError("run: --address founds a job, and --join joins one; keep one of them")
             token = check_token("run", environment)
             addresses = find_members(*read_address("run: --join", self.join), token)
             environments = [environment | {JOIN: ",".join(addresses)} for _ in range(self.ranks)]

@@ -56,6 +56,11 @@ class LaunchCommand:
         if self.launcher == "torchrun" and self.output is not None:
             raise ConfigError("launch: torchrun's commands are printed; leave out --output")
         check_outputs("launch", {"--output": self.output})
+        if self.config is not None and (self.dtype != "auto" or self.defer_updates):
+            flag = "--dtype" if self.dtype != "auto" else "--defer-updates"
+            raise ConfigError(
+                f"launch: --config says everything but the plan; say {flag} there, or leave it out"
+            )
         if self.config is not None and not Path(self.config).is_file():
             raise ConfigError(f"launch: --config is {self.config}: there is no such file; check its path")
         plan = Plan.load(self.plan).validate()
