@@ -186,6 +186,11 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             '[hetero]\nplan = ""\n[parallelism]\ntensor_parallel_degree = 2\n[elastic]\nenable = true\n',
             "[elastic] enable = true begins with a plan: name a plan file",
         ),
+        (
+            '[model]\nname = "hf"\npath = "m"\n[checkpoint]\nenable = true\ninitial_load_path = "c"\n'
+            '[lora]\nenable = true\ninitial_load_path = "a"\n',
+            "a run begins with these adapters or with those of [checkpoint] initial_load_path",
+        ),
         ("[parallelism]\npipeline_parallel_degree = 2\n", "the plan says who computes what"),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give a finite number, 0 or more"),

@@ -176,6 +176,11 @@ def _check_lora(config: Config) -> None:
             f"[lora] enable = true: adapters are for a Hugging Face model, and [model] name = "
             f'"{config.model.name}"; say name = "{HUGGING_FACE}" and path = "DIR"'
         )
+    elif lora.initial_load_path and config.checkpoint.enable and config.checkpoint.initial_load_path:
+        raise ConfigError(
+            f'[lora] initial_load_path = "{lora.initial_load_path}": a run begins with these adapters or '
+            "with those of [checkpoint] initial_load_path; leave one of them out"
+        )
     elif lora.save_merged and not (config.checkpoint.enable and config.checkpoint.last_save_model_only):
         raise ConfigError(
             "[lora] save_merged = true: needs [checkpoint] enable = true and last_save_model_only = true"
