@@ -105,6 +105,17 @@ def test_nobody_plans_for_drift_where_nobody_knows_what_devices_take() -> None:
         find_plan(config, plan, model, None, torch.device("cpu"))
 
 
+def test_a_profile_that_is_named_and_not_there_is_no_reason_to_plan_without() -> None:
+    hetero = Hetero("p.toml", device="cpu", profile="nowhere.json", cluster="nowhere.toml")
+    config = Config(elastic=Elastic(True), hetero=hetero)
+    plan = Plan(2, (Group((0,), (Microbatch(0, 0, 2),)),), (Ministage(0, ("layers.0",)),))
+    model = find_model(config)
+    with pytest.raises(ConfigError, match=r'profile = "nowhere.json": is not there'):
+        find_plan(config, plan, model, None, torch.device("cpu"))
+    stays = replace(config, elastic=Elastic(True, replan="same groups"))
+    assert find_plan(stays, plan, model, None, torch.device("cpu"))[2] is None
+
+
 @pytest.mark.parametrize(
     "config, why",
     [

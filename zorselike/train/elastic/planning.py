@@ -59,10 +59,17 @@ def find_plan(
     """The recipe with its plan's name, the plan to begin with, and who finds others; None: groups stay.
 
     Raises:
-        ConfigError: `[hetero] plan = "auto"`, and no earlier run has made one; or another plan is to be found
-            where a card has become slower, and nobody knows what devices take.
+        ConfigError: `[hetero] plan = "auto"`, and no earlier run has made one; or a file to plan with that is
+            named is not there; or another plan is to be found where a card has become slower, and nobody
+            knows what devices take.
     """
     files = AutoFiles.of(config, recipe)
+    for key, path in (("profile", files.profile), ("cluster", files.cluster)):
+        if getattr(config.hetero, key) and config.elastic.replan == "auto" and not path.exists():
+            raise ConfigError(
+                f'[hetero] {key} = "{path}": is not there, and plans after a loss need it; copy '
+                'it to every node, or say [elastic] replan = "same groups"'
+            )
     knows_costs = files.profile.exists() and files.cluster.exists()
     if plan is None:
         if not files.plan.exists():
