@@ -20,6 +20,7 @@ from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.processes import Peers
 from zorselike.train.config.config import Config
 from zorselike.train.config.model import TrainedModel
+from zorselike.train.data.corpus import Corpus
 from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.data.rows import Rows
 from zorselike.train.data.sources import open_rows
@@ -43,6 +44,16 @@ def open_data(
     )
     rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
     return rows, open_validation_rows(config, rows, reader, global_batch=global_batch, world=world)
+
+
+def log_data(config: Config, rows: Rows) -> None:
+    """Logs what is trained on."""
+    logger.info("data: %s", rows.describe())
+    if isinstance(rows, Corpus) and not config.training.packing:
+        logger.info(
+            '[training] packing = false is for lines of "messages" or "prompt": these data are one stream of '
+            "tokens, cut into rows"
+        )
 
 
 def find_keywords(module: nn.Module, rows: Rows, held_out: Rows | None) -> Sequence[str]:

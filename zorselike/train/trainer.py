@@ -45,6 +45,7 @@ from zorselike.train.parts import (
     choose_kernels,
     collecting_garbage,
     find_keywords,
+    log_data,
     open_data,
 )
 from zorselike.train.processes import join_job, narrow, set_up_logging
@@ -122,7 +123,7 @@ def _train(
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, pipe.describe())
         logger.info("model: %s, %s", model.name, model.size)
-        logger.info("data: %s", rows.describe())
+        log_data(config, rows)
         _log_deferral(config, pipe, world)
         try:
             signal_number = _run_steps(config, pipe, rows, held_out, keywords, model, module, world, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from zorselike.train.data.corpus import Corpus
 from zorselike.train.data.sources import open_rows
 from zorselike.train.data.text_files import list_files, list_standard_library, read_pieces
 from zorselike.train.data.tokenizer import ByteTokenizer, load_tokenizer
+from zorselike.train.parts import log_data
 
 
 def make_config(folder: Path, data: Path | str = "", *, seq_len: int = 4, **training: object) -> Config:
@@ -55,6 +57,19 @@ def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path: Path) -> N
     expected = list("aaa\0bé\n\0one\0two\0".encode())
     assert corpus.num_tokens == len(expected)
     assert stream_of(corpus) == expected[: 3 * ((len(expected) - 1) // 3) + 1]
+
+
+def test_that_packing_says_nothing_of_a_stream_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    with caplog.at_level(logging.INFO, "zorselike"):
+        for packing, number in ((True, 1), (False, 2)):
+            caplog.clear()
+            config = make_config(tmp_path, tmp_path / "a.jsonl", packing=packing)
+            log_data(config, open_rows(config, vocab_size=256))
+            assert len(caplog.messages) == number
+    assert "packing = false is for lines of" in caplog.messages[-1]
 
 
 def test_token_files_are_one_stream(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from zorselike.train.parts import (
     choose_kernels,
     collecting_garbage,
     find_keywords,
+    log_data,
     open_data,
 )
 from zorselike.train.processes import set_up_logging
@@ -241,7 +242,7 @@ class ElasticRun:
             logger.info("configuration:\n%s", dump_config(config))
         logger.info("%s\n%s", config.job.description or config.hetero.plan, inner.describe())
         logger.info("model: %s, %s", self.model.name, self.model.size)
-        logger.info("data: %s", self.rows.describe())
+        log_data(config, self.rows)
         log_schedule(config.lr_scheduler, steps=config.training.steps)
         beyond = (
             "goes back to the newest checkpoint"
