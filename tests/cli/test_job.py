@@ -43,6 +43,12 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def find_free() -> str:
+    """An address of this machine at which nobody listens."""
+    with listen("127.0.0.1", 0) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def test_status_shows_members_and_what_happened(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", address]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -87,6 +93,16 @@ def test_a_wrong_silence_is_refused_before_workers_start(
     assert "ZORSELIKE_SILENCE_S is 'soon'; it must be seconds" in fail(capsys, "run", "--", "train.py")
 
 
+def test_where_no_job_can_be_founded_is_said_before_workers_start(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another job has the port, as by default that of this machine's first one; nobody knows the host."""
+    taken = fail(capsys, "run", "--ranks", "2", "--address", address, "--", "true")
+    assert f"--address: port {address.rpartition(':')[2]} is taken" in taken
+    unknown = fail(capsys, "run", "--ranks", "2", "--address", "no.host.invalid:29600", "--", "true")
+    assert "--address: no address is known for 'no.host.invalid'" in unknown
+
+
 def test_run_starts_a_nanny_for_each_rank_and_says_how_others_join(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,14 +112,15 @@ def test_run_starts_a_nanny_for_each_rank_and_says_how_others_join(
         f"import os; print(os.environ['LOCAL_RANK'], *(os.environ.get('ZORSELIKE_' + n) for n in {names}))"
     )
     began_s = time.monotonic()
-    command = ["run", "--ranks", "2", "--members", "3", "--address", "h:9", "--node", "n", "--"]
+    at = find_free()
+    command = ["run", "--ranks", "2", "--members", "3", "--address", at, "--node", "n", "--"]
     assert main([*command, sys.executable, "-c", script]) == 0
     out, err = capfd.readouterr()
     founder, other = sorted(line.split() for line in out.splitlines())
-    assert founder[:5] == ["0", "h:9", "3", "None", "n"] and other[:5] == ["1", "None", "None", "h:9", "n"]
+    assert founder[:5] == ["0", at, "3", "None", "n"] and other[:5] == ["1", "None", "None", at, "n"]
     assert founder[5] == other[5] and len(founder[5]) == 32
-    assert f"ZORSELIKE_JOB_TOKEN={founder[5]} zorselike run --join h:9 --ranks N -- " in err
-    assert "zorselike status h:9 --watch" in err and time.monotonic() > began_s
+    assert f"ZORSELIKE_JOB_TOKEN={founder[5]} zorselike run --join {at} --ranks N -- " in err
+    assert f"zorselike status {at} --watch" in err and time.monotonic() > began_s
 
 
 @pytest.mark.parametrize(
@@ -122,7 +139,7 @@ def test_workers_of_one_node_do_not_each_take_all_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert main(["run", "--ranks", ranks, "--", "program"]) == 0
+    assert main(["run", "--ranks", ranks, "--address", find_free(), "--", "program"]) == 0
     assert [each.get("OMP_NUM_THREADS") for each in started] == [expected] * int(ranks)
 
 

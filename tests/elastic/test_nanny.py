@@ -185,6 +185,30 @@ time.sleep(60)
     assert codes == [5] and len(starts(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_who_is_to_leave_in_the_place_of_a_lost_worker_before_it_has_a_part_has_not_failed(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    """While another worker is being started, or waits to be: the job may end in order meanwhile."""
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", wait_s)
+    script = """
+if len(open(sys.argv[1]).readlines()) == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+say(last=-1)
+open(sys.argv[1] + ".ready", "w").close()
+time.sleep(60)
+"""
+    nanny = make(reached, tmp_path, script)
+    codes: list[Any] = []
+    thread = threading.Thread(target=lambda: codes.append(nanny.run()))
+    thread.start()
+    while not (reached.words if wait_s else (tmp_path / "starts.ready").exists()):
+        time.sleep(0.01)
+    nanny.leave()
+    thread.join(30)
+    assert codes == [nannies.LATE] and len(starts(tmp_path)) == (1 if wait_s else 2)
+
+
 def test_what_cannot_be_started_is_said() -> None:
     with pytest.raises(ConfigError, match="cannot start /no/such/program"):
         Nanny(["/no/such/program"], {}).run()

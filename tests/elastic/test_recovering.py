@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import subprocess
@@ -97,6 +98,8 @@ def test_a_generation_that_ends_as_it_is_handed_over_is_heard_of() -> None:
         (replace(OPTIONS, seed=3), "seed is 3 in this process, and 0 in the job that it has joined"),
         (replace(OPTIONS, max_norm=2.0), "max_norm is 2.0 in this process, and None in the job"),
         (replace(OPTIONS, settings={"lr": "0.2"}), "lr is 0.2 in this process, and 0.1 in the job"),
+        (replace(OPTIONS, settings={}), "lr is None in this process, and 0.1 in the job"),
+        (replace(OPTIONS, settings={**OPTIONS.settings, "wd": 1}), "wd is 1 in this process, and None in"),
     ],
 )
 def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(
@@ -110,6 +113,15 @@ def test_who_comes_with_other_arguments_says_so_and_nobody_else_fails(
     drawings = Drawings(lambda: build_model(job), options, torch.device("cpu"))
     other = ElasticWorker(Leader(job.plan), drawings).take_settings(decided[1])
     assert other.startswith(expected) and bool(other) == bool(expected)
+
+
+def test_settings_that_are_no_strings_are_alike_after_they_have_travelled() -> None:
+    job = make_job()
+    settings: dict[Any, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "folder": Path("data"), 3: float("nan")}
+    options = replace(OPTIONS, settings=settings)
+    drawings = Drawings(lambda: build_model(job), options, torch.device("cpu"))
+    travelled = json.loads(json.dumps({"settings": drawings.list_settings(), "computes_in": None}))
+    assert not ElasticWorker(Leader(job.plan), drawings).take_settings(travelled)
 
 
 def test_who_joins_computes_in_what_those_who_were_there_do() -> None:

@@ -58,8 +58,8 @@ class Options:
     forbid_nonfinite_loss: bool = False
     silence_s: float | Literal["auto"] | None = "auto"
     tp_plan: TensorParallelPlan | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Of the caller's own, in which all processes must be alike."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Of the caller's own, in which all processes must be alike, as text."""
 
 
 class _Drawn(NamedTuple):
@@ -92,9 +92,10 @@ class Drawings:
         """In what all processes of a job must be alike, as this one was given it."""
         if self._digest is None:
             self._digest = digest_parameters(self._factory())
+        callers = {str(name): str(value) for name, value in self._options.settings.items()}
         given = {name: str(getattr(self._options, name)) for name in SETTINGS}
         own = {"the digest of the model's parameters": f"{self._digest:014x}"}
-        return {**self._options.settings, **given, **own}
+        return {**callers, **given, **own}
 
     @property
     def computes_in(self) -> str | None:

@@ -84,7 +84,8 @@ class ElasticPipeline:
         mirror_every: steps from one mirror to the next, in place of that.
         replan_on_drift: with a planner: goes over to another plan where a card that has become slower makes
             that pay back. Such cards are named in any case.
-        settings: of the caller's own, by name, in which all processes must be alike: the learning rate, say.
+        settings: of the caller's own, by name, in which all processes must be alike, as text: the learning
+            rate, say.
 
     The other arguments are those of `HeteroPipeline`.
 
@@ -105,7 +106,7 @@ class ElasticPipeline:
         mirror_share: float = 0.1,
         mirror_every: int | None = None,
         replan_on_drift: bool = False,
-        settings: Mapping[str, str] | None = None,
+        settings: Mapping[str, object] | None = None,
         optimizer: OptimizerFactory | None = None,
         loss_fn: LossFn | None = None,
         count_fn: CountFn | None = None,

@@ -104,13 +104,14 @@ class ElasticWorker:
     def take_settings(self, decision: Json) -> str:
         """Computes in the dtype of those who were there before; gives in what this process is not like the
         one that leads, if anything."""
-        own = self._drawings.list_settings()
+        own, there = self._drawings.list_settings(), decision["settings"]
         self._drawings.compute_in(decision["computes_in"])
         return next(
             (
-                f"{name} is {own.get(name)} in this process, and {value} in the job that it has joined"
-                for name, value in decision["settings"].items()
-                if own.get(name) != value
+                f"{name} is {own.get(name)} in this process, and {there.get(name)} in the job that it has "
+                "joined"
+                for name in there | own
+                if own.get(name) != there.get(name)
             ),
             "",
         )

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from zorselike.cli.options import check_at_least
-from zorselike.errors import ConfigError
+from zorselike.errors import ClusterError, ConfigError
 
 _Command = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND...")]
 
@@ -84,13 +84,26 @@ class Run:
         return keep(self.command, environments)
 
     def _found(self, environment: Mapping[str, str], node: str) -> list[dict[str, str]]:
-        from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, TOKEN, read_address
+        from zorselike.elastic.meeting.environment import (
+            FOUND,
+            JOIN,
+            MEMBERS,
+            TOKEN,
+            check_host,
+            listen,
+            read_address,
+        )
 
         members = self.ranks if self.members is None else self.members
         check_at_least("run", self.ranks, {"--members": members})
         host, port = read_address("run: --address", self.address)
         if port == 0:
             raise ConfigError("run: --address must name a port, at which other nodes find the job")
+        check_host("run: --address", host)
+        try:  # Only the founder would learn of it, and the others wait for it.
+            listen(host, port).close()
+        except ClusterError as error:
+            raise ClusterError(f"run: --address: {error}") from None
         token = f"{TOKEN}={environment[TOKEN]}"
         command = " ".join(self.command)
         print(

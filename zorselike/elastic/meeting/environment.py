@@ -123,7 +123,7 @@ def from_environment(
         if not environment.get(MEMBERS, "").isdecimal() or int(environment[MEMBERS]) < 1:
             raise ConfigError(f"{FOUND} is set, so {MEMBERS} must say with how many members the job starts")
         num_members = int(environment[MEMBERS])
-        _check_host(host)
+        check_host(FOUND, host)
     own = host if found is not None else _address_towards(host, port)
     listener = listen(host if found is not None else "", port if found is not None else 0)
     if again := environment.get(AGAIN_AT):
@@ -163,13 +163,16 @@ def listen(host: str, port: int) -> socket.socket:
     return _bind("", port)
 
 
-def _check_host(host: str) -> None:
-    """Others are told to come there, and would try for minutes."""
+def check_host(name: str, host: str) -> None:
+    """Others are told to come there, and would try for minutes.
+
+    Raises `ConfigError`, which says what `name` is, if no address is known for it.
+    """
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{FOUND}: no address is known for '{host}' ({error}); name this node as others reach it"
+            f"{name}: no address is known for '{host}' ({error}); name this node as others reach it"
         ) from None
 
 

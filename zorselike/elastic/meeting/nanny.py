@@ -50,7 +50,8 @@ _MAX_LINE_BYTES = 1 << 16
 _MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
 LATE = 75
-"""Exit code where a worker in the place of a lost one has found nobody: how the job has ended, others say."""
+"""Exit code where a worker in the place of a lost one has found nobody, or was to leave before it had a part:
+how the job has ended, others say."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -94,6 +95,8 @@ class Nanny:
             if known.is_stranded and RETURNS in self._environment:
                 self._say("the job has ended meanwhile, or cannot be reached any more")
                 return LATE
+            if code and self._leaves and RETURNS in self._environment and known.last < 0:
+                return LATE
             if code == 0 or self._leaves or (known.over is not None and not known.may_return):
                 return code
             if code == _MISTAKE and known.over is None:
@@ -120,7 +123,7 @@ class Nanny:
             self._environment[RETURNS] = "1"
             time.sleep(_FIRST_WAIT_S * 2**num_soon - _FIRST_WAIT_S)
             if self._leaves:
-                return code
+                return LATE
 
     def _say(self, text: str) -> None:
         print(f"nanny of {' '.join(self._command)[:60]}: {text}", file=sys.stderr, flush=True)
