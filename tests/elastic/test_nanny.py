@@ -7,9 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from trivial_member import TrivialWorker
@@ -168,6 +167,18 @@ if len(open(sys.argv[1]).readlines()) == 1:
     assert len(starts(tmp_path)) == 2 and time.monotonic() > began_s + 1.6
 
 
+def leave_when(is_ready: Callable[[], bool], nanny: Nanny) -> list[int]:
+    """The exit code of a nanny that is told to leave then."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(nanny.run()))
+    thread.start()
+    while not is_ready():
+        time.sleep(0.01)
+    nanny.leave()
+    thread.join(30)
+    return codes
+
+
 def test_a_nanny_that_is_told_to_leave_passes_it_on_and_starts_no_other(tmp_path: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -175,14 +186,7 @@ open(sys.argv[1] + ".ready", "w").close()
 time.sleep(60)
 """
     nanny = make(None, tmp_path, script)
-    codes: list[Any] = []
-    thread = threading.Thread(target=lambda: codes.append(nanny.run()))
-    thread.start()
-    while not (tmp_path / "starts.ready").exists():
-        time.sleep(0.01)
-    nanny.leave()
-    thread.join(30)
-    assert codes == [5] and len(starts(tmp_path)) == 1
+    assert leave_when((tmp_path / "starts.ready").exists, nanny) == [5] and len(starts(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
@@ -199,14 +203,8 @@ open(sys.argv[1] + ".ready", "w").close()
 time.sleep(60)
 """
     nanny = make(reached, tmp_path, script)
-    codes: list[Any] = []
-    thread = threading.Thread(target=lambda: codes.append(nanny.run()))
-    thread.start()
-    while not (reached.words if wait_s else (tmp_path / "starts.ready").exists()):
-        time.sleep(0.01)
-    nanny.leave()
-    thread.join(30)
-    assert codes == [nannies.LATE] and len(starts(tmp_path)) == (1 if wait_s else 2)
+    is_ready = (lambda: bool(reached.words)) if wait_s else (tmp_path / "starts.ready").exists
+    assert leave_when(is_ready, nanny) == [nannies.LATE] and len(starts(tmp_path)) == (1 if wait_s else 2)
 
 
 def test_what_cannot_be_started_is_said() -> None:

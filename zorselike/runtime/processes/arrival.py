@@ -69,11 +69,14 @@ class Arrival:
         kind = f"{'true' if is_elastic else 'false'}\n{self._identity.node}"
         self.store.set(str(self._identity.rank), kind)
         _arrived_process = os.getpid()
-        while not self._have_all_come() or self.store.check([_ENDED]):
-            if self.store.check([_ENDED]):
+        while True:
+            have_all_come = self._have_all_come()
+            if self.store.check([_ENDED]):  # Asked after that: who ends says why before it counts as come.
                 reason = self.store.get(_ENDED).decode()
                 self._let_others_read()
                 raise ClusterError(reason)
+            if have_all_come:
+                break
             if time.monotonic() > self._until_s:
                 raise self._name_missing([rank for rank in self._ranks if not self.store.check([str(rank)])])
             time.sleep(_POLL_S)
