@@ -78,6 +78,7 @@ class Run:
         self.pipe._executor.enter = count_actions
 
     def abandon(self, error: BaseException | None, *, is_own: bool) -> None:
+        self.connections.shut()  # And kept, until all have joined the next generation.
         self.pipe.abandon(error, is_own=is_own)
         del self.pipe
         gc.collect()
@@ -102,10 +103,10 @@ def break_again_and_again(rank: int, size: int, cases: list[Case], folder: Path)
         case = cases[cycle % len(cases)]
         victim = cycle % size
         run = Run(rank, size, case, folder / f"store{cycle}")
-        run.pipe.step_global(*case.batch(0))
-        if rank == victim:
-            run.fail_at(random.Random(cycle).randrange(count_actions(case, rank)), fail)
         try:
+            run.pipe.step_global(*case.batch(0))
+            if rank == victim:  # While others may still be in their first step.
+                run.fail_at(random.Random(cycle).randrange(count_actions(case, rank)), fail)
             result = run.pipe.step_global(*case.batch(1))
             result.loss  # noqa: B018  # Waits for the others, at the latest.
             run.pipe.step_global(*case.batch(2)).loss  # noqa: B018

@@ -331,7 +331,8 @@ class HeteroPipeline(Stateful):
         beside: Callable[[], object] | None = None,
     ) -> None:
         """`close` without the other ranks, some of which may be gone, in whatever state the last step is. The
-        caller can then leave the default group, make another and build another pipeline.
+        caller can then leave the default group, make another and build another pipeline; keep this one until
+        the others have left it as well, for with it go connections that they may be about to send by.
 
         `error`: what ended the last call, of which nothing is kept; `is_own`: this rank itself has failed by
         it, and the others hear why it leaves; `beside`: called before memory is given back, to end threads of

@@ -44,8 +44,8 @@ def test_where_nothing_is_aborted_what_is_computed_counts() -> None:
     assert groups.abort() and not groups.is_aborted
 
 
-def make_groups(rank: int, world_size: int, bound: torch.device | None) -> list[timedelta]:
-    """How long operations of groups may take: of all ranks, of two of them, and of each alone."""
+def make_groups(rank: int, world_size: int, bound: torch.device | None) -> list[tuple[timedelta, int]]:
+    """How long operations of groups may take, and how many at a time: all ranks', two ranks', own ones."""
     default = dist.distributed_c10d._get_default_group()
     default.bound_device_id = bound
     groups = Groups(Ranks(rank, tuple(range(world_size))))
@@ -62,7 +62,8 @@ def make_groups(rank: int, world_size: int, bound: torch.device | None) -> list[
     found = []
     for group in filter(None, made):
         dist.barrier(group)
-        found.append(group._get_backend(torch.device("cpu")).options._timeout)
+        options = group._get_backend(torch.device("cpu")).options
+        found.append((options._timeout, options._threads))
     groups.close()
     return found
 
@@ -72,5 +73,5 @@ def test_groups_are_their_own_and_wait_as_long_as_a_step_may_take(
     bound: torch.device | None, run_ranks: RunRanks
 ) -> None:
     """Also where `init_process_group` was given a device, from whose communicator torch would split them."""
-    day = timedelta(days=1)
-    assert run_ranks(make_groups, 3, bound) == [[day] * 2, [day] * 2, [day] * 3]
+    limits = timedelta(days=1), 1
+    assert run_ranks(make_groups, 3, bound) == [[limits] * 2, [limits] * 2, [limits] * 3]

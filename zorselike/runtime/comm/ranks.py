@@ -17,6 +17,7 @@ from zorselike.runtime._compat import (
     has_nccl,
     let_wait,
     nccl_options,
+    one_collective_at_a_time,
     release_groups,
     unbound_default_group,
 )
@@ -67,14 +68,14 @@ class Groups:
     def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""
         processes = sorted(self.ranks.processes(members))
-        with unbound_default_group():
+        with unbound_default_group(), one_collective_at_a_time():
             group = dist.new_group(processes, backend=backend, pg_options=options)
         return None if self.ranks.rank not in members else self._keep(group)
 
     def make_own(self, backend: str) -> ProcessGroup:
         """A group of this process alone, known to nobody else."""
         process = self.ranks.process_of[self.ranks.rank]
-        with unbound_default_group():
+        with unbound_default_group(), one_collective_at_a_time():
             group = dist.new_group([process], backend=backend, use_local_synchronization=True)
         return self._keep(group)
 
