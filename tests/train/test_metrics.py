@@ -242,6 +242,30 @@ def test_rows_that_were_not_written_whole_are_written_again(tmp_path: Path) -> N
     assert path.read_text() == "step,loss\n1,2.5\n2,2.5\n4,2.5\n"
 
 
+def test_numbers_that_come_later_have_columns_too(tmp_path: Path) -> None:
+    """A run that goes on may validate before it logs a step."""
+    path = tmp_path / "metrics.csv"
+    writer = CsvWriter(path, later=["validation"])
+    for step, values in (
+        (14, {"validation": 5.5}),
+        (20, {"loss": 2.5, "lr": 0.5}),
+        (21, {"validation": 4.5}),
+        (21, {"loss": 1.5, "speed": 7.0}),
+        (30, {"loss": 0.5}),
+    ):
+        writer.write(step, values)
+    writer.close()
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: float(value) for name, value in row.items() if value} for row in rows] == [
+        {"step": 14, "validation": 5.5},
+        {"step": 20, "loss": 2.5, "lr": 0.5},
+        {"step": 21, "validation": 4.5, "loss": 1.5, "speed": 7},
+        {"step": 30, "loss": 0.5},
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 9])
 def test_a_file_goes_on_after_a_step(tmp_path: Path, after: int) -> None:
     """As another process has left it, which was killed while it wrote."""

@@ -42,11 +42,12 @@ class Writer(Protocol):
 
 
 class CsvWriter:
-    """One line a step; the first and `later` name the columns, and what has none is left out."""
+    """One line a step; the columns are the names of all numbers so far, and `later`."""
 
     def __init__(self, path: Path, *, later: Sequence[str] = (), after: int | None = None) -> None:
         """`after`: goes on with a file that is there, after the row of this step; what follows that is cut
         off. Unless given, the file begins anew."""
+        self._path = path
         header, rows = (b"", []) if after is None else _read_rows(path, up_to=after)
         # Unbuffered: for who watches, and for a run that is killed.
         self._file = path.open("r+b" if rows else "wb", buffering=0)
@@ -71,8 +72,9 @@ class CsvWriter:
         return self._row
 
     def write(self, step: int, values: Values) -> None:
-        if not self._columns:
-            self._columns = ["step", *values, *(name for name in self._later if name not in values)]
+        names = dict.fromkeys(["step", *values, *self._later])
+        if new := [name for name in names if name not in self._columns]:
+            self._add_columns(new)
         if self._row.get("step") != step:
             self._row, self._row_start = {"step": step}, self._end
         self._row |= values
@@ -87,6 +89,23 @@ class CsvWriter:
 
     def close(self) -> None:
         self._file.close()
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        """Rows that are there leave them empty: after a resumption a validation may come before the first
+        step that is logged. The file is there whole, the old one or the new one."""
+        columns = [*self._columns, *names]
+        if self._end:
+            _, *rows = self._path.read_bytes()[: self._end].splitlines()
+            ends = b"," * len(names) + b"\n"
+            lines = [",".join(columns).encode() + b"\n", *(row + ends for row in rows)]
+            partial = self._path.with_name(f"{self._path.name}.partial")
+            partial.write_bytes(b"".join(lines))
+            partial.replace(self._path)
+            self._file.close()
+            self._file = self._path.open("r+b", buffering=0)
+            self._end = sum(map(len, lines))
+            self._row_start = self._end - len(lines[-1]) if len(rows) > 1 else 0
+        self._columns = columns
 
 
 def _read_rows(path: Path, *, up_to: int) -> tuple[bytes, list[bytes]]:
