@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -228,6 +229,24 @@ def test_files_of_a_folder_are_sorted(tmp_path: Path) -> None:
         "b.txt",
         "c/a.txt",
     ]
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may read everything is told so by a stand-in."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    scan = os.scandir
+
+    def scan_open(path: str) -> object:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_open)
+    with pytest.raises(ConfigError, match=r"/closed cannot be read: Permission denied$"):
+        list_files(str(tmp_path))
 
 
 def make_tokenizer(folder: Path, *, eos: object = "<end>") -> Path:

@@ -37,11 +37,18 @@ def list_files(dataset_path: str, *, section: str = "training") -> list[Path]:
     """The text or token files that a section's `dataset_path` names; a folder's in sorted order.
 
     Raises:
-        ConfigError: there is no such file, none of a known kind, or text beside token files.
+        ConfigError: there is no such file, none of a known kind, text beside token files, or a folder in it
+            that cannot be read.
     """
     where = f"[{section}] dataset_path = {dataset_path}"
+    try:
+        return _list_files(Path(dataset_path).expanduser(), where)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _list_files(path: Path, where: str) -> list[Path]:
     known = (*TEXT_SUFFIXES, TOKEN_SUFFIX)
-    path = Path(dataset_path).expanduser()
     if path.is_file():
         if path.suffix not in known:
             raise ConfigError(
@@ -50,12 +57,22 @@ def list_files(dataset_path: str, *, section: str = "training") -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no such file or folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix in known and file.is_file())
+    files = sorted(file for file in _walk(path) if file.suffix in known and file.is_file())
     if not files:
         raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file")
     if len({file.suffix == TOKEN_SUFFIX for file in files}) > 1:
         raise ConfigError(f"{where}: the folder contains text and {TOKEN_SUFFIX} token files; separate them")
     return files
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """All files below a folder; raises `OSError` where one of its folders cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=refuse):
+        yield from (Path(folder, name) for name in names)
 
 
 def list_standard_library() -> list[Path]:
