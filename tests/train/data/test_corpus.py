@@ -231,6 +231,19 @@ def test_files_of_a_folder_are_sorted(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_run_writes_is_no_data_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may be inside that of the data, or have the data inside."""
+    (tmp_path / "a.txt").write_text("hello world")
+    monkeypatch.chdir(tmp_path)
+    for data in (".", tmp_path):
+        corpus = open_rows(make_config(Path(), data), vocab_size=256)
+        assert isinstance(corpus, Corpus) and corpus.num_tokens == 12
+        (tmp_path / "outputs" / "log.txt").write_text("finished after 3 of 3 steps")
+    (tmp_path / "outputs" / "data").mkdir()
+    (tmp_path / "outputs" / "data" / "a.txt").write_text("hello")
+    assert open_rows(make_config(Path(), "outputs/data"), vocab_size=256).num_rows == 1
+
+
 def test_a_folder_that_cannot_be_read_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,8 @@ def find_files(config: Config, section: Section) -> tuple[str, list[Path]]:
     data = config.training if section == "training" else config.validation
     if data.dataset_path:
         source = f"[{section}] dataset_path = {data.dataset_path}"
-        return source, list_files(data.dataset_path, section=section)
+        outputs = Path(config.job.dump_folder)
+        return source, list_files(data.dataset_path, section=section, outputs=outputs)
     return f'[{section}] dataset = "{data.dataset}"', list_standard_library()
 
 

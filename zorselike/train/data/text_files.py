@@ -33,8 +33,9 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-def list_files(dataset_path: str, *, section: str = "training") -> list[Path]:
-    """The text or token files that a section's `dataset_path` names; a folder's in sorted order.
+def list_files(dataset_path: str, *, section: str = "training", outputs: Path | None = None) -> list[Path]:
+    """The text or token files that a section's `dataset_path` names; a folder's in sorted order, but for
+    those in `outputs` inside it, which runs have written.
 
     Raises:
         ConfigError: there is no such file, none of a known kind, text beside token files, or a folder in it
@@ -42,12 +43,12 @@ def list_files(dataset_path: str, *, section: str = "training") -> list[Path]:
     """
     where = f"[{section}] dataset_path = {dataset_path}"
     try:
-        return _list_files(Path(dataset_path).expanduser(), where)
+        return _list_files(Path(dataset_path).expanduser(), where, outputs)
     except OSError as error:
         raise ConfigError(f"{where}: {error.filename} cannot be read: {error.strerror}") from error
 
 
-def _list_files(path: Path, where: str) -> list[Path]:
+def _list_files(path: Path, where: str, outputs: Path | None) -> list[Path]:
     known = (*TEXT_SUFFIXES, TOKEN_SUFFIX)
     if path.is_file():
         if path.suffix not in known:
@@ -57,7 +58,7 @@ def _list_files(path: Path, where: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no such file or folder")
-    files = sorted(file for file in _walk(path) if file.suffix in known and file.is_file())
+    files = sorted(file for file in _walk(path, outputs) if file.suffix in known and file.is_file())
     if not files:
         raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file")
     if len({file.suffix == TOKEN_SUFFIX for file in files}) > 1:
@@ -65,13 +66,16 @@ def _list_files(path: Path, where: str) -> list[Path]:
     return files
 
 
-def _walk(path: Path) -> Iterator[Path]:
-    """All files below a folder; raises `OSError` where one of its folders cannot be read."""
+def _walk(path: Path, outputs: Path | None) -> Iterator[Path]:
+    """All files below a folder but for those of `outputs`; raises `OSError` where one of its folders cannot
+    be read."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for folder, _, names in os.walk(path, onerror=refuse):
+    left_out = None if outputs is None else outputs.resolve()
+    for folder, inner, names in os.walk(path, onerror=refuse):
+        inner[:] = [name for name in inner if Path(folder, name).resolve() != left_out]
         yield from (Path(folder, name) for name in names)
 
 
