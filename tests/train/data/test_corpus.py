@@ -292,6 +292,21 @@ def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     assert load_tokenizer(str(assets / "tokenizer.json")).end_of_document is None
 
 
+def test_a_tokenizer_saved_as_it_cut_and_padded_does_neither(tmp_path: Path) -> None:
+    """As transformers saves one after `tokenizer(texts, truncation=True, padding="max_length")`."""
+    path = make_tokenizer(tmp_path / "assets") / "tokenizer.json"
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
+    library.enable_truncation(2)
+    library.enable_padding(length=2)
+    library.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.encode("hello world hello").tolist() == [0, 1, 0]
+    assert tokenizer.encode("world").tolist() == [1]
+    encoded = tokenizer.encode_answer("hello ", "world world")
+    assert encoded.tokens.tolist() == [0, 1, 1, 300]
+    assert encoded.is_answer.tolist() == [False, True, True, True]
+
+
 def test_tokenizers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))

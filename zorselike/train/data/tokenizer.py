@@ -75,13 +75,15 @@ class FileTokenizer:
                 "pip install 'zorselike[tokenizers]'"
             ) from error
         try:
-            content = path.read_bytes()
-            self._library = Library.from_buffer(content)
+            self._library = Library.from_buffer(path.read_bytes())
         except Exception as error:  # The library raises bare Exception for a file that it cannot parse.
             raise ConfigError(f"[model] hf_assets_path: {path} is not a tokenizer.json: {error}") from error
+        # Which transformers saves as they were set last.
+        self._library.no_truncation()
+        self._library.no_padding()
         self.vocab_size: int = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document = self._find_end(path.parent / "tokenizer_config.json")
-        digest = hashlib.sha256(content + str(self.end_of_document).encode())
+        digest = hashlib.sha256(f"{self._library.to_str()}{self.end_of_document}".encode())
         self.fingerprint = digest.hexdigest()[:12]
 
     def encode(self, text: str) -> Tokens:
