@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,19 @@ def test_it_is_made_once(tmp_path: Path) -> None:
     assert {file.name for file in target.parent.iterdir()} == {"x.rows", "x.rows.lock"}
 
 
-def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
-    """In a container every run may have the same number."""
-    left = tmp_path / f"x.rows.{os.uname().nodename}.{os.getpid()}"
-    write_folder(left)
+def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    def write_half(path: Path) -> None:
+        write_folder(path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(
+        target=make_once, args=(tmp_path / "x.rows", write_half)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 2
     make_once(tmp_path / "x.rows", write_folder)
-    assert not left.exists()
+    assert {file.name for file in tmp_path.iterdir()} == {"x.rows", "x.rows.lock"}
 
 
 def test_another_machine_may_be_first(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def _make_once(target: Path, write: Callable[[Path], None]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             # Machines may share a folder without sharing its locks.
-            partial = target.parent / f"{target.name}.{os.uname().nodename}.{os.getpid()}"
-            _remove(partial)  # Of a process that was killed and had the same number.
+            partial = target.parent / f"{target.name}.{os.uname().nodename}"
+            _remove(partial)  # Of a process that was killed.
             try:
                 write(partial)
                 partial.replace(target)
