@@ -171,6 +171,16 @@ def test_a_recipe_says_everything_but_the_plan(folder: Path, capsys: pytest.Capt
         assert f"--config says everything but the plan; say {option[0]} there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("read", ["my.plan.toml", "r.toml"])
+def test_what_is_read_is_not_written(folder: Path, capsys: pytest.CaptureFixture[str], read: str) -> None:
+    CPUS.save("my.plan.toml")
+    (folder / "r.toml").write_text('[model]\nname = "llama"\nflavor = "debug"\n')
+    before = Path(read).read_text()
+    assert main(("launch", "my.plan.toml", "--to", "slurm", "--config", "r.toml", "-o", read)) == 2
+    assert f"--output is {read}, which is read too; name another file" in capsys.readouterr().err
+    assert Path(read).read_text() == before
+
+
 # -- Slurm -------------------------------------------------------------------------------------
 
 SHIMS = {

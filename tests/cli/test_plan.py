@@ -496,6 +496,10 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         (["--cluster", "c", "--global-batch", "8", "-o", "."], "a folder; name a file"),
         (["--cluster", "c", "--global-batch", "8", "-o", "./c"], "--output is ./c, which is read too; name"),
         (["--from-profile", "p", "--global-batch", "8", "-o", "cluster.toml"], "which is read too"),
+        (
+            ["--cluster", "c", "--global-batch", "8", "--html", "./plan.toml"],
+            "--html is ./plan.toml, which is --output's too; name another file",
+        ),
         (["--cluster", "cluster.toml", "--global-batch", "8"], "cluster.toml names no model; give --family"),
         (
             ["--cluster", "cluster.toml", "--global-batch", "8", "--family", "llama", "--flavor", "debug"],

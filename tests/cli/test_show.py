@@ -162,6 +162,7 @@ def test_where_nothing_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
         (("show", "missing.toml"), "missing.toml: there is no such file"),
         (("show", "a.toml", "--fit"), "takes no plan; leave out 'a.toml' or --fit"),
         (("show", "a.toml", "--rows-per-microbatch", "2"), "--rows-per-microbatch goes with --fit"),
+        (("show", "a.toml", "--schedule-csv", "./a.toml"), "--schedule-csv is ./a.toml, which is read too"),
         (("show", "a.toml", "--memory", "8GiB"), "--memory goes with --fit"),
         (("show", "--fit", "--schedule"), "leave one out"),
         (("show", "--fit", "--schedule-csv", "a.csv"), "leave one out"),

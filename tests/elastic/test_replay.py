@@ -220,3 +220,5 @@ def test_the_command_prints_a_page_and_writes_files(
     assert (tmp_path / "out.csv").read_text().startswith("rule,start_s,stop_s,rows_per_s,devices\n")
     assert main([*command, "--global-batch", "16", "--restart", "two"]) == 2
     assert "--restart is 'two'" in capsys.readouterr().err
+    assert main([*command, "--global-batch", "16", "--csv", events]) == 2
+    assert "which is read too; name another file" in capsys.readouterr().err

@@ -16,9 +16,10 @@ _WIDTHS = (60, 160)
 def check_outputs(
     command: str, paths: Mapping[str, str | None], *, inputs: Iterable[str | Path | None] = ()
 ) -> None:
-    """Raises `ConfigError` if a file, given by its flag, is a folder, in a folder that does not exist, or one
-    of `inputs`, which would be lost."""
+    """Raises `ConfigError` if a file, given by its flag, is a folder, in a folder that does not exist, one of
+    `inputs`, which would be lost, or that of an earlier flag, of which nothing would be left."""
     read = {Path(path).resolve() for path in inputs if path is not None}
+    flag_of: dict[Path, str] = {}
     for flag, path in paths.items():
         if path is None:
             continue
@@ -28,6 +29,9 @@ def check_outputs(
             raise ConfigError(f"{command}: {flag} is {path}, a folder; name a file")
         if Path(path).resolve() in read:
             raise ConfigError(f"{command}: {flag} is {path}, which is read too; name another file")
+        first = flag_of.setdefault(Path(path).resolve(), flag)
+        if first != flag:
+            raise ConfigError(f"{command}: {flag} is {path}, which is {first}'s too; name another file")
 
 
 def check_at_least(command: str, least: int, numbers: Mapping[str, int]) -> None:

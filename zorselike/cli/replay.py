@@ -107,7 +107,7 @@ def replay(command: Replay) -> str:
     """The page; writes the requested files."""
     from tqdm import tqdm
 
-    from zorselike.cli.plan.inputs import check_files, load_cluster, load_inputs
+    from zorselike.cli.plan.inputs import check_files, list_files, load_cluster, load_inputs
     from zorselike.elastic.replay.costs import Costs
     from zorselike.elastic.replay.events import read_stretches
     from zorselike.elastic.replay.page import Report, format_page
@@ -117,7 +117,8 @@ def replay(command: Replay) -> str:
     from zorselike.planner.search.helpers import count_cores
 
     check_files("replay", command)
-    check_outputs("replay", {"--csv": command.csv, "--json": command.json})
+    outputs = {"--csv": command.csv, "--json": command.json}
+    check_outputs("replay", outputs, inputs=(command.events, *list_files(command)))
     if command.global_batch < 1:
         raise ConfigError(f"replay: --global-batch is {command.global_batch}; give the rows of a step")
     if not 0 < command.costs.mirror_share <= 1:

@@ -125,7 +125,7 @@ def _check_plan(command: Show) -> None:
         if option.name in _OF_A_MACHINE and getattr(command, option.name) != option.default:
             flag = f"--{option.name.replace('_', '-')}"
             raise ConfigError(f"show: {flag} goes with --fit, which is about a machine; leave it out")
-    check_outputs("show", {"--schedule-csv": command.schedule_csv})
+    check_outputs("show", {"--schedule-csv": command.schedule_csv}, inputs=(command.plan,))
 
 
 def _format_schedule(actions: Mapping[int, Sequence[Action]], dtype: str) -> str:

@@ -55,7 +55,7 @@ class LaunchCommand:
 
         if self.launcher == "torchrun" and self.output is not None:
             raise ConfigError("launch: torchrun's commands are printed; leave out --output")
-        check_outputs("launch", {"--output": self.output})
+        check_outputs("launch", {"--output": self.output}, inputs=(self.plan, self.config, self.cluster))
         if self.config is not None and (self.dtype != "auto" or self.defer_updates):
             flag = "--dtype" if self.dtype != "auto" else "--defer-updates"
             raise ConfigError(
