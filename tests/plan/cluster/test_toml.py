@@ -137,6 +137,7 @@ def test_copies_are_numbered_from_where_one_says() -> None:
             '"A100"',
             "node big-0: there is no device type 'A100'; did you mean A100-40 or A100-80?",
         ),
+        ('["T4", "L4"]', '["T4", ""]', "node small: there is no device type ''; the types are T4, P100,"),
         ('["T4", "L4"]', '["T4", "L44"]', "node small: there is no device type 'L44'; did you mean 'L4'?"),
         ('["T4", "L4"]', "[]", "node small: devices is empty; give the type of each device"),
         ("count = 4", "count = 0", "nodes[0].count is 0; it must be from 1 to 256"),

@@ -43,8 +43,9 @@ def require_device_type(name: str) -> None:
     """Raises `ClusterError`, with the nearest names, for a type that does not exist."""
     if re.fullmatch(r"[^@]+(@0\.\d*[1-9]\d*|@1\.0*)?", name) and split_speed(name)[0] in DEVICE_TYPES:
         return
-    same_letters = [known for known in DEVICE_TYPES if _letters(known) == _letters(name)]
-    starts_alike = [known for known in DEVICE_TYPES if _letters(known).startswith(_letters(name))]
+    letters = _letters(name)
+    same_letters = [known for known in DEVICE_TYPES if _letters(known) == letters]
+    starts_alike = [known for known in DEVICE_TYPES if letters and _letters(known).startswith(letters)]
     if nearest := same_letters or starts_alike:
         hint = f"; did you mean {' or '.join(nearest)}?"
     else:
