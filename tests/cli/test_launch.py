@@ -475,6 +475,14 @@ def test_what_a_launcher_cannot_tell_apart_is_refused(
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "jobset", "skypilot", "ray"])
+def test_devices_without_a_type_are_for_torchrun_alone(folder: Path, launcher: Any) -> None:
+    plan = make_plan(("a", {0: "T4"}), ("b", {0: "", 1: ""}))
+    with pytest.raises(ConfigError, match=r"\[\[devices\]\] of plan.toml has none for ranks 1 and 2; add it"):
+        write(plan, launcher)
+    assert write_launch(make_job(plan), "torchrun")[0].startswith("ZORSELIKE_NODE=a torchrun")
+
+
 def test_skypilot_does_not_span_regions_or_bring_files_from_elsewhere(folder: Path) -> None:
     nodes = (
         Node(name="node-a", devices=("CPU",) * 2, region="r", fabric=Link(1e9)),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from zorselike.cli.launch.job import Job
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ConfigError
+from zorselike.text.wording import list_few
 
 PRODUCTS: Mapping[str, str] = {
     "GH200": "NVIDIA-GH200-480GB",
@@ -76,9 +77,20 @@ def name_for_ray(device: str) -> str:
     return found[1]
 
 
+def require_types(job: Job, launcher: str) -> None:
+    """Raises `ConfigError` where the plan does not name a device's type, which a launcher asks for."""
+    unknown = [device.rank for device in job.plan.devices if not device.type]
+    if unknown:
+        raise ConfigError(
+            f"launch: {launcher} asks for GPUs by their type, and [[devices]] of {job.path} has none for "
+            f'{list_few(unknown, "rank")}; add it, such as type = "A100-40", or start by torchrun'
+        )
+
+
 def refuse_mixed_nodes(job: Job, launcher: str, name: Callable[[str], str]) -> None:
     """Raises `ConfigError` where a launcher, which counts the GPUs of a node by number alone and knows their
-    type by `name`, could not tell devices of the plan apart."""
+    type by `name`, could not tell devices of the plan apart or does not know what they are."""
+    require_types(job, launcher)
     types_of: dict[str, str] = {}
     for kind in job.kinds:
         if len({*kind.types}) > 1:

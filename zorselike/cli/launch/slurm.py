@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from shlex import join, quote
 
+from zorselike.cli.launch.device_names import require_types
 from zorselike.cli.launch.job import Job, NodeKind, write_comment
 
 _TIME = "24:00:00"
@@ -15,7 +16,8 @@ _CPUS_PER_GPU = 8
 
 
 def write_batch_script(job: Job, *, file: str) -> str:
-    """The script, as `file`."""
+    """The script, as `file`; raises `ConfigError` for devices of no type."""
+    require_types(job, "Slurm")
     head = [
         "#!/usr/bin/env bash",
         f"# {job.describe()}, by:",
