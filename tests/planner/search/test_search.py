@@ -311,6 +311,18 @@ def test_nothing_fits_says_how_much_memory_would():
         search_plans(make_problem(node, workload=make_decoder(3)), budget_s=5)
 
 
+def test_one_ministage_is_recomputed_where_that_alone_fits():
+    """What needs least memory otherwise, to offload activations, is nothing for it."""
+    known = {"workload": make_decoder(14, tokens=4096), "fixed": Fixed(ministages=1), "global_batch": 8}
+    node = make_node("a", "A100-40", 1, memory_bytes=(19 * 2**30,))
+    answer = search_plans(make_problem(node, **known), budget_s=0.5)
+    assert {group.recompute for group in answer.best.case.plan.groups} == {"layer"}
+    with pytest.raises(
+        NothingFitsError, match=r"The smallest change that would: .* GiB more than the 4.0 GiB"
+    ):
+        search_plans(make_problem(replace(node, memory_bytes=(2**32,)), **known), budget_s=0.5)
+
+
 @pytest.mark.parametrize("types", [("T4",), ("RTX3070", "T4"), ("T4", "L4", "V100-16", "RTX3090")])
 def test_what_would_fit_is_enough(types):
     """A node a type, each with little memory: what each lacks is told, and with it a plan is found."""

@@ -52,7 +52,8 @@ class CoarseSearch:
         """Whether there may be one ministage of all layers, of which little is kept: each microbatch goes
         back before the next begins."""
         self._has_few_layers = evaluator.has_few_layers
-        families = evaluator.families
+        most = self._ministage_counts[-1]
+        families = [own for own in evaluator.families if not evaluator.offloads_in_vain(own[0], most)]
         self._once = [family for family in families if not family[0].reduces_per_microbatch]
         self._often = [family for family in families if family[0].reduces_per_microbatch]
 

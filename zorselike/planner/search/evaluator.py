@@ -9,7 +9,7 @@ from itertools import cycle
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
-from zorselike.planner.candidate.modes import list_families
+from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.layers.split_layers import visit_in_turn
@@ -170,18 +170,18 @@ class CandidateEvaluator:
         found = self._found[free]
         return None if found is not None and found.waiting else free
 
+    def offloads_in_vain(self, mode: Mode, num_ministages: int) -> bool:
+        """Whether it offloads what never leaves: activations where each microbatch goes at once back."""
+        return num_ministages == 1 and self._problem.fixed.offload is None and "activations" in mode.offload
+
     def _is_idle(self, choice: Choice) -> bool:
-        """Whether it offloads what never leaves (activations where each microbatch goes at once back), or
-        bounds microbatches in flight where that cannot be or what is fixed says otherwise."""
+        """Whether it offloads what never leaves, or bounds microbatches in flight where that cannot be or
+        what is fixed says otherwise."""
         if choice.in_flight_factor is not None and not self._may_bound(choice):
             return True
         if self._problem.fixed.bounds_in_flight and choice.in_flight_factor is None:
             return True
-        return (
-            choice.num_ministages == 1
-            and self._problem.fixed.offload is None
-            and any("activations" in group.mode.offload for group in choice.groups)
-        )
+        return any(self.offloads_in_vain(group.mode, choice.num_ministages) for group in choice.groups)
 
     def _may_bound(self, choice: Choice) -> bool:
         """Whether microbatches in flight may be bounded."""
