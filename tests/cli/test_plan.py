@@ -456,6 +456,21 @@ def test_of_parts_that_nothing_joins_the_better_one_is_planned(
     assert main(("simulate", "plan.toml", "--cluster", "parts.toml", *KNOWN[2:])) == 0
 
 
+@pytest.mark.parametrize("quota", [[], ["--quota", "GTX1080Ti=0"]])
+def test_what_cannot_compute_in_a_dtype_is_not_explained_or_compared(
+    capsys: pytest.CaptureFixture[str], files: Path, quota: list[str]
+) -> None:
+    old = Node(name="old", devices=("GTX1080Ti",))
+    new = Node(name="new", devices=("RTX3090",))
+    Cluster(nodes=(old, new), default_link=Link(1e9)).save("mixed.toml")
+    model = ["--family", "llama", "--flavor", "debug", "--seq-len", "64", "--dtype", "bfloat16"]
+    asked = ["--cluster", "mixed.toml", *model, "--global-batch", "4", "--budget", "0.5s", *quota]
+    shown = " ".join(run(capsys, *asked, "--explain", "--compare").split())
+    assert ("GTX1080Ti left out: profile: no times of layer on GTX1080Ti" in shown) is not bool(quota)
+    assert "no plan of the 1 device that may be used" in shown and "worth it" not in shown
+    assert "TorchTitan-Het" in shown and "this plan" in shown
+
+
 def test_ctrl_c_gives_the_best_so_far(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

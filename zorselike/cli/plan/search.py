@@ -13,8 +13,10 @@ from zorselike.cli.plan.inputs import load_cluster, load_inputs
 from zorselike.cli.plan.page import PlanPage
 from zorselike.cli.plan.progress import show_count, show_progress
 from zorselike.cli.plan.quotas import choose_devices, read_quotas
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.errors import ConfigError, FileError
 from zorselike.planner.answer import OnProgress, PlanAnswer, Progress
+from zorselike.planner.devices.choose import leave_out_unknown
 from zorselike.planner.explain.answer import format_answer
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search import search
@@ -46,6 +48,8 @@ def print_best_plan(command: PlanCommand) -> None:
         raise ConfigError(f"plan: --workers is {command.search.workers}; it must be at least 1")
     problem, notes = _make_problem(command)
     problem.check()
+    problem, left_out = leave_out_unknown(problem, LayerTimeModel(problem.profile, problem.workload))
+    notes = (*notes, *left_out)
     width = find_width()
     page = None if command.search.html is None else PlanPage(command.search.html)
     answer = _search(problem, command.search, budget_s, "planning", None if page is None else page.follow)

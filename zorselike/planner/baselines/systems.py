@@ -77,7 +77,7 @@ class _Systems:
         self._clock = LayerTimeModel(problem.profile, problem.workload)
         fixed = problem.fixed.recompute
         self._recompute: tuple[Recompute, ...] = RECOMPUTE if fixed is None else (fixed,)
-        seconds = [self._clock.model_s(device) for device in problem.device_types]
+        seconds = {device: self._clock.model_s(problem.device_types[device]) for device in problem.usable}
         self._devices = sorted(problem.usable, key=lambda device: seconds[device])[: problem.max_devices]
         """The devices that may be used, the fastest type first; with a limit the first so many."""
         self._places = [problem.cluster.places[device] for device in self._devices]

@@ -14,6 +14,8 @@ from math import inf, isfinite
 
 import numpy as np
 
+from zorselike.cost.layer_times import LayerTimeModel
+from zorselike.errors import ProfileError
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.planner.answer import NothingFitsError
 from zorselike.planner.devices.bounds import DeviceBounds
@@ -58,6 +60,31 @@ class DeviceSet:
     def bound_cost(self) -> float:
         """No step that uses a device of each of their nodes costs less."""
         return self.price_per_hour * self.bound_s / 3600
+
+
+def leave_out_unknown(problem: PlanProblem, clock: LayerTimeModel) -> tuple[PlanProblem, tuple[str, ...]]:
+    """Without devices of which nothing says how fast they are, such as those without this dtype; and a note
+    for each type of them.
+
+    Raises:
+        ProfileError: Nothing is known of any device, or of one in groups that are fixed.
+    """
+    types = problem.device_types
+    unknown: dict[str, ProfileError] = {}
+    for device in dict.fromkeys(types[d] for d in problem.usable):
+        try:
+            for kind in problem.workload.kinds:
+                clock.forward_s(kind, device, 1, "none")
+        except ProfileError as error:
+            unknown[device] = error
+    if not unknown:
+        return problem, ()
+    known = tuple(d for d in problem.usable if types[d] not in unknown)
+    given = {d for group in problem.fixed.groups or () for d in group}
+    if not known or given - {*known}:
+        raise next(iter(unknown.values()))
+    notes = tuple(f"{device} left out: {error}" for device, error in unknown.items())
+    return replace(problem, devices=known), notes
 
 
 def propose_devices(

@@ -18,13 +18,12 @@ from itertools import islice
 from math import isfinite
 
 from zorselike.cost.layer_times import LayerTimeModel
-from zorselike.errors import ProfileError
 from zorselike.plan.plan import Estimates
 from zorselike.planner.answer import Ending, NothingFitsError, OnProgress, PlanAnswer, Planned, Progress
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.structure import Structure, Structures
 from zorselike.planner.devices.bounds import DeviceBounds
-from zorselike.planner.devices.choose import propose_devices
+from zorselike.planner.devices.choose import leave_out_unknown, propose_devices
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.problem import Fixed, PlanProblem
@@ -115,7 +114,9 @@ class _Search:
         self._unused: list[str] = []
         """What is said of devices that the best plan goes without."""
         self._clock = LayerTimeModel(problem.profile, problem.workload)
-        self._problem = problem = self._leave_out_unknown(problem)
+        problem, left_out = leave_out_unknown(problem, self._clock)
+        self._notes += left_out
+        self._problem = problem
         self._table = table = LayerTable(problem.workload, self._clock, problem.replicas.exchange_s)
         step_time = StepTimeEstimate(problem, table)
         self._memory = RankMemory(problem, table, self._clock.kept_bytes)
@@ -143,25 +144,6 @@ class _Search:
         self._local_search = LocalSearch(
             problem, self._table, evaluator, self._top_k, budget, starts, self._seed
         )
-
-    def _leave_out_unknown(self, problem: PlanProblem) -> PlanProblem:
-        """Without devices of which nothing says how fast they are, such as those without this dtype."""
-        types = problem.device_types
-        unknown: dict[str, ProfileError] = {}
-        for device in dict.fromkeys(types[d] for d in problem.usable):
-            try:
-                for kind in problem.workload.kinds:
-                    self._clock.forward_s(kind, device, 1, "none")
-            except ProfileError as error:
-                unknown[device] = error
-        if not unknown:
-            return problem
-        known = tuple(d for d in problem.usable if types[d] not in unknown)
-        given = {d for group in problem.fixed.groups or () for d in group}
-        if not known or given - {*known}:
-            raise next(iter(unknown.values()))
-        self._notes += [f"{device} left out: {error}" for device, error in unknown.items()]
-        return replace(problem, devices=known)
 
     def _progress(self) -> Progress:
         best = self._top_k.best
