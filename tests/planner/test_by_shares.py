@@ -198,6 +198,25 @@ def test_any_cluster_has_a_valid_plan(
     assert all(m.num_rows <= rows for group in plan.groups for m in group.microbatches)
 
 
+def test_what_computes_nothing_says_nothing_of_speed() -> None:
+    """However many there are of it, such as activation functions that are modules of their own."""
+    free = LayerKind(name="free", num_parameters=0, forward_flops_per_row=0)
+    names = tuple(f"{'layer' if i % 3 == 1 else 'free'}.{i}" for i in range(12))
+    workload = replace(
+        WORKLOAD,
+        dtype="float16",
+        layers=tuple((name, name.split(".")[0]) for name in names),
+        kinds={"free": free, "layer": WORKLOAD.kinds["layer"]},
+    )
+    plan = plan_shares(
+        workload,
+        cluster(odd="T4 A100-40"),
+        LayerTimeModel(Profile(model="made up"), workload),
+        SharesJob(global_batch=24, group_by="node"),
+    )
+    assert min(rows_of(plan)) < 8 and sum(rows_of(plan)) == 24
+
+
 def test_where_no_kind_is_more_common_speed_is_that_of_the_layer_that_computes_most() -> None:
     """Such as a model of its own kinds only, whose first one computes nothing."""
     known = replace(KNOWN, layers=tuple(times for times in KNOWN.layers if times.kind != "embedding"))

@@ -84,10 +84,10 @@ class _Speed:
 
     def __init__(self, table: LayerTable, job: SharesJob) -> None:
         self.table, self._job = table, job
-        self._typical = max(
-            table.counts, key=lambda key: (table.counts[key], table.kind(key).forward_flops_per_row)
-        )
-        """The layer of which the model has most; of as many, that which computes most."""
+        flops = {key: table.kind(key).forward_flops_per_row for key in table.counts}
+        self._typical = max(table.counts, key=lambda key: (flops[key] > 0, table.counts[key], flops[key]))
+        """The layer that computes anything of which the model has most; of as many, that which computes
+        most."""
 
     def rows_at_once(self, keys: Iterable[str], device: str) -> int:
         """What is asked for, or fewer where the profile found that fewer fit through one of the layers."""

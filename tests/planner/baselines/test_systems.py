@@ -153,6 +153,21 @@ def test_all_are_planned_and_none_beats_what_the_devices_can_do() -> None:
         assert own.how
 
 
+def test_most_layers_may_compute_nothing() -> None:
+    """As activation functions that are modules of their own."""
+    free = LayerKind(name="free", num_parameters=0, forward_flops_per_row=0.0)
+    layers = tuple(
+        entry
+        for name, kind in WORKLOAD.layers
+        for entry in ((name, kind), (f"free.{name}", "free"), (f"f.{name}", "free"))
+    )
+    workload = replace(WORKLOAD, layers=layers, kinds={**WORKLOAD.kinds, "free": free})
+    problem = replace(make_problem(), workload=workload, profile=Profile(model="chain"))
+    baselines = plan_baselines(problem)
+    assert all(own.simulated is not None for own in baselines)
+    check_sound(baselines, 48)
+
+
 @settings(max_examples=12)
 @given(
     nodes=st.lists(st.tuples(st.sampled_from(["A100-40", "T4"]), st.integers(1, 4)), min_size=1, max_size=3),

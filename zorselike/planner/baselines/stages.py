@@ -51,7 +51,11 @@ class Stages:
         self._on_node: dict[int, list[Members]] = {}
         for members in (own for group in groups for own in group):
             self._on_node.setdefault(members[0].node, []).append(members)
-        self._commonest = max(dict.fromkeys(self.kinds), key=self.kinds.count)
+        flops = {name: kind.forward_flops_per_row for name, kind in self.workload.kinds.items()}
+        self._commonest = max(
+            dict.fromkeys(self.kinds), key=lambda kind: (flops[kind] > 0, self.kinds.count(kind), flops[kind])
+        )
+        """Of the kinds that compute anything, where there are some."""
         self.share = cache(self._share)
         self.seconds = cache(self._seconds)
 
@@ -102,9 +106,8 @@ class Stages:
         each, more = divmod(rows, len(group))
         if self._evenly or len({(own[0].node, self.device(own), len(own)) for own in group}) == 1:
             return tuple(each + (i < more) for i in range(len(group)))
-        given = apportion(
-            rows, [1 / self.seconds(own, self._commonest, max(each, 1), recompute) for own in group]
-        )
+        seconds = [self.seconds(own, self._commonest, max(each, 1), recompute) for own in group]
+        given = apportion(rows, [1 / own_s if all(seconds) else 1 for own_s in seconds])
         while 0 in given:
             given[given.index(max(given))] -= 1
             given[given.index(0)] += 1
