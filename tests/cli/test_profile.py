@@ -231,6 +231,7 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
         (("profile", "--flavor", "7c"), "has no flavor '7c'"),
         (("profile", "--override", "layers"), "'layers' is not a setting; write it as num_layers=8"),
         (("profile", "--override", "num_layers = many"), "num_layers = 'many' is neither a number"),
+        (("profile", "--override", "num_layers=2", "num_layers=None"), "num_layers is given twice"),
         (("profile", "--seq-len", "0"), "--seq-len is 0"),
         (("profile", "--seq-len", "9999999"), "do not fit max_seq_len"),
         (("profile", "--repeats", "0"), "--repeats is 0"),

@@ -59,11 +59,12 @@ def test_settings_of_a_flavor_may_be_changed() -> None:
     assert model.build().get_submodule("layers").keys() == {"0", "1", "2"}
     assert model.vocab_size == 512
     for wrong, why in (
-        ("layers=3", "llama has no setting 'layers'"),
-        ("dim", "[model] override: 'dim' is not"),
+        (("layers=3",), "llama has no setting 'layers'"),
+        (("dim",), "[model] override: 'dim' is not"),
+        (("dim=64", "dim=32"), "[model] override: dim is given twice; give it once"),
     ):
         with pytest.raises(ConfigError) as caught:
-            find_model(Config(model=Model(override=(wrong,))))
+            find_model(Config(model=Model(override=wrong)))
         assert why in str(caught.value)
 
 

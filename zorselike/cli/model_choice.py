@@ -16,7 +16,7 @@ from zorselike.cli.folder_choice import PREFIX, FolderOptions
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError
 from zorselike.plan.workload import Workload
-from zorselike.text.assignments import name_model, read_assignment, write_assignments
+from zorselike.text.assignments import name_model, read_assignments, write_assignments
 
 if TYPE_CHECKING:
     from zorselike.cost.profile import Profile
@@ -208,7 +208,7 @@ class ModelChoice:
 
 def choose_model(family: str, flavor: str, overrides: Sequence[str]) -> ModelChoice:
     """The model that a command line names; `overrides` are `key=value`, else `ConfigError` is raised."""
-    return ModelChoice(family, flavor, tuple(sorted(read_assignment(one, "model") for one in overrides)))
+    return ModelChoice(family, flavor, read_assignments(overrides, "model"))
 
 
 def parse_model(name: str) -> ModelChoice:

@@ -9,7 +9,7 @@ from typing import Any
 from zorselike.errors import ConfigError
 
 
-def read_assignment(text: str, where: str) -> tuple[str, Any]:
+def _read_assignment(text: str, where: str) -> tuple[str, Any]:
     """The key and the value, a number or a bool; raises `ConfigError` for anything else, with `where` in
     front."""
     key, equals, value = map(str.strip, text.partition("="))
@@ -21,8 +21,19 @@ def read_assignment(text: str, where: str) -> tuple[str, Any]:
         raise ConfigError(f"{where}: {key} = '{value}' is neither a number nor True or False") from None
 
 
+def read_assignments(texts: Iterable[str], where: str) -> tuple[tuple[str, Any], ...]:
+    """Several of them, in the order of their keys; raises `ConfigError` for a key that is there twice too."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, value = _read_assignment(text, where)
+        if key in found:
+            raise ConfigError(f"{where}: {key} is given twice; give it once")
+        found[key] = value
+    return tuple(sorted(found.items()))
+
+
 def write_assignments(settings: Iterable[tuple[str, Any]]) -> list[str]:
-    """The inverse of `read_assignment`."""
+    """The inverse of `read_assignments`."""
     return [f"{key}={value}" for key, value in settings]
 
 

@@ -21,7 +21,7 @@ from zorselike.models.decoder import DecoderConfig
 from zorselike.profiler.workload.model_layers import find_layers
 from zorselike.runtime.model.causal_lm import find_decoder
 from zorselike.runtime.processes.device import ParamDtype
-from zorselike.text.assignments import name_model, read_assignment
+from zorselike.text.assignments import name_model, read_assignments
 from zorselike.train.config.config import HUGGING_FACE, Config
 
 
@@ -74,7 +74,7 @@ def find_model(config: Config) -> TrainedModel:
             f"[model] name: there is no model '{named.name}'; it is one of ours, {', '.join(model_names())}, "
             f"or {HUGGING_FACE}: any causal LM of Hugging Face, whose folder [model] path names"
         )
-    overrides = dict(sorted(read_assignment(one, "[model] override") for one in named.override))
+    overrides = dict(read_assignments(named.override, "[model] override"))
     shape = get_config(named.name, named.flavor, **overrides)
     return TrainedModel(
         name=name_model(named.name, named.flavor, overrides.items()),
