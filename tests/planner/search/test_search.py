@@ -323,6 +323,14 @@ def test_one_ministage_is_recomputed_where_that_alone_fits():
         search_plans(make_problem(replace(node, memory_bytes=(2**32,)), **known), budget_s=0.5)
 
 
+def test_a_model_of_a_single_layer_is_planned():
+    whole = make_decoder()
+    workload = replace(whole, layers=(("net", "layer"),), kinds={"layer": whole.kinds["layer"]})
+    node = make_node("a", "A100-40", 2)
+    answer = search_plans(make_problem(node, workload=workload, global_batch=4), budget_s=0.5)
+    assert answer.best.case.plan.num_ministages == 1 and answer.best.case.fits
+
+
 @pytest.mark.parametrize("types", [("T4",), ("RTX3070", "T4"), ("T4", "L4", "V100-16", "RTX3090")])
 def test_what_would_fit_is_enough(types):
     """A node a type, each with little memory: what each lacks is told, and with it a plan is found."""

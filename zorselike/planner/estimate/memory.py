@@ -272,7 +272,8 @@ class RankMemory:
                 kept += count * whole
                 working = max(working, working_bytes)
         edges = [layers.start, min(layers.stop, len(self._table.keys) - 1)]
-        boundary = max(self._table.kind(self._table.keys[e]).input_elements_per_row for e in edges if e)
+        inside = [self._table.kind(self._table.keys[edge]) for edge in edges if edge]  # None of a lone layer.
+        boundary = max((kind.input_elements_per_row for kind in inside), default=0)
         return _Part(
             whole=number * each.weight,
             gradients=trained * each.gradient,
