@@ -98,6 +98,13 @@ class PlanProblem:
             yield f"at least {self.min_throughput:g} iterations/s; give 0 or more"
         if self.asks_for_money and not any(node.price_per_hour for node in self.cluster.nodes):
             yield "money is asked for, and no node of the cluster has a price; give price_per_hour"
+        if not self.profile.layers and not any(
+            k.forward_flops_per_row for k in self.workload.kind_of.values()
+        ):
+            yield (
+                f"no layer of {self.workload.model} computes anything; give forward_flops_per_row in its "
+                "workload, or a profile with its times"
+            )
         fixed, num_layers = self.fixed, len(self.workload.layers)
         if fixed.groups is not None:
             yield from self._list_faults_of_groups(fixed.groups)

@@ -415,11 +415,14 @@ def test_no_plan_that_breaks_a_constraint_is_returned():
 
 def test_contradictions_are_refused_before_work():
     node = make_node("a", "A100-40", 2)
+    decoder = make_decoder()
+    kinds = {name: replace(kind, forward_flops_per_row=0.0) for name, kind in decoder.kinds.items()}
     for changes, message in (
         ({"global_batch": 0}, "batch of 0 rows"),
         ({"devices": ()}, "no devices may be used"),
         ({"max_devices": 0}, "at most 0 devices"),
         ({"objective": "cost"}, "no node of the cluster has a price"),
+        ({"workload": replace(decoder, kinds=kinds)}, "no layer of decoder computes anything"),
         ({"fixed": Fixed(ministages=99)}, "99 ministages are fixed"),
         ({"fixed": Fixed(groups=((0,), (0,)))}, "a device twice"),
         ({"fixed": Fixed(zero=3, grad_reduce="once")}, "ZeRO 3 reduces after every microbatch"),
