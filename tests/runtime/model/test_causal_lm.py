@@ -303,6 +303,8 @@ def test_what_would_be_computed_twice_or_in_part_is_refused() -> None:
     parts, plan = cut(make_model("mixtral"), 3)
     with pytest.raises(ConfigError, match=r"leave it out, and set model.config.output_router_logits = False"):
         trace(parts, plan, tokens(ROWS), output_router_logits=True)
+    with pytest.raises(ConfigError, match=r"leave it out, and set model.config.output_router_logits = False"):
+        cut(make_model("mixtral", output_router_logits=True), 3)
     with pytest.raises(
         ConfigError, match="takes its token ids as the one input; give everything else by key"
     ):

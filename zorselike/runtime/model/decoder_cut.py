@@ -77,7 +77,11 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
                 f"{list_few(flow.order[: flow.first_cut])} into one ministage"
             )
     skeleton.starts = tuple(own[0] for own in dealt[1:])
-    skeleton.require_cuts(flow)
+    try:
+        skeleton.require_cuts(flow)
+    except CannotCut:
+        skeleton.refuse_what_all_layers_compute({})  # This may be why.
+        raise
     parts, light = [], []
     for index, (own, following) in enumerate(zip_longest(dealt, dealt[1:])):
         module = make_ministage(model, own, flow, skeleton.forms)
@@ -150,6 +154,7 @@ class _DecoderSkeleton(Skeleton):
         if isinstance(decoder, str):
             raise CannotCut(decoder)
         self.decoder = decoder
+        self._config: Any = model.config
         probed, self.forms = with_one_layer_of_each_class(model, decoder)
         (fake,) = fake_copies([probed], self.mode)
         fake.eval()  # In training some families leave out layers at random.
@@ -183,17 +188,21 @@ class _DecoderSkeleton(Skeleton):
             if name in flow.broken:
                 raise CannotCut(f"it cannot be cut before '{name}': {flow.broken[name]}")
 
-    def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
-        """Raises `ConfigError` where the parts do something else than the model."""
-        if self._proven == (inputs, kwargs):
-            return
-        hint = "with these arguments; leave them out, or pass split='export'"
+    def refuse_what_all_layers_compute(self, kwargs: KwargSpecs) -> None:
+        """Raises `ConfigError` where these arguments, or the model's configuration, ask for it."""
         asked = [name for name in _OF_ALL_LAYERS if kwargs.get(name) or self._is_on_by_default(name, kwargs)]
         if self.starts and asked:
             raise ConfigError(
                 f"{asked[0]} asks for what layers of all ministages compute, and each ministage has its own "
                 f"layers only; leave it out, and set model.config.{asked[0]} = False"
             )
+
+    def bind(self, inputs: Signature, kwargs: KwargSpecs, param_dtype: torch.dtype | None) -> None:
+        """Raises `ConfigError` where the parts do something else than the model."""
+        if self._proven == (inputs, kwargs):
+            return
+        hint = "with these arguments; leave them out, or pass split='export'"
+        self.refuse_what_all_layers_compute(kwargs)
         whole, *modules = fake_copies([self.whole, *self.parts], self.mode)
         recorder = Recorder({n: whole.get_submodule(n) for part in self.model_parts for n in part.units})
         flow = self._follow(whole, inputs, kwargs, recorder)
@@ -209,5 +218,4 @@ class _DecoderSkeleton(Skeleton):
         self._proven = (inputs, kwargs)
 
     def _is_on_by_default(self, name: str, kwargs: KwargSpecs) -> bool:
-        config: Any = self.whole.config
-        return kwargs.get(name) is None and bool(getattr(config, name, False))
+        return kwargs.get(name) is None and bool(getattr(self._config, name, False))
