@@ -138,6 +138,15 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert torch.allclose(together, torch.cat(apart, dim=1), rtol=0, atol=1e-12)
 
 
+def test_layers_may_be_asked_before_they_are_called() -> None:
+    """As those of ModernBERT are for the kind of their attention."""
+    settings = {**FAMILIES["mistral"], "sliding_window": 4, "global_attn_every_n_layers": 3}
+    config = transformers.ModernBertConfig(**{k: v for k, v in settings.items() if k != "model_type"})
+    model = transformers.ModernBertForMaskedLM(config).double()
+    parts, _ = cut(model, 2, 4)
+    assert torch.equal(run_chain(parts, tokens(ROWS)), model(tokens(ROWS)).logits)
+
+
 def test_only_what_the_head_is_asked_for_crosses_to_it() -> None:
     model = make_model("llama")
     parts, plan = cut(model, 3, len(list_modules(model)) - 1)

@@ -41,9 +41,10 @@ class _Reached(Exception):
 class _Next(nn.Module):
     """In the place of a module of a later ministage."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__()
         self._name = name
+        copy_plain_attributes(module, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _Reached(self._name, hidden_states(args, kwargs))
@@ -87,7 +88,7 @@ def make_ministage(
     for position, name in enumerate(flow.order):
         module = model.get_submodule(name)
         if position >= stop:
-            new[name] = _Next(name)
+            new[name] = _Next(module, name)
         elif position < start and type(module) in forms:
             new[name] = _EarlierLayer(module, forms[type(module)])
         elif position < start:
