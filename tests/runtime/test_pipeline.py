@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,6 +237,20 @@ def test_optimizers_get_global_names_and_schedulers_step_together(run_ranks: Run
     assert not set(found[0][0]) & set(found[2][0])
     assert [ministages for _, ministages, _ in found] == [[0, 2], [0, 2], [1, 3]]
     assert all(rates == [0.5, 0.25] for _, _, rates in found)
+
+
+def step_tensor_rates(rank: int, world_size: int) -> list[float]:
+    factory = partial(torch.optim.AdamW, lr=torch.tensor(1.0, dtype=torch.float64))
+    with HeteroPipeline(CASE.model(), CASE.plan, optimizer=factory) as pipe:
+        schedulers = pipe.lr_schedulers(lambda own: torch.optim.lr_scheduler.ExponentialLR(own, 0.5))
+        pipe.step_global(*CASE.batch(0))
+        schedulers.step()
+        return [float(group["lr"]) for own in pipe.optimizers.values() for group in own.param_groups]
+
+
+def test_a_rate_that_is_a_tensor_is_each_optimizers_own(run_ranks: RunRanks) -> None:
+    """Though the factory gives all of a rank the same one."""
+    assert in_ranks(run_ranks, step_tensor_rates) == [[0.5, 0.5]] * 3
 
 
 def clip_each_ministage(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

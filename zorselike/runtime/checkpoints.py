@@ -69,6 +69,9 @@ class Checkpoints:
         """One scheduler an optimizer, where a loaded run's were."""
         states = self._assembly.state.ministages
         groups = [group for own in states.values() if own.optimizer for group in own.optimizer.param_groups]
+        for group in groups:
+            if isinstance(group.get("lr"), Tensor):  # One that all have would be changed by each scheduler.
+                group["lr"] = group["lr"].clone()
         options = [dict(group) for group in groups]
         self._schedulers = LRSchedulers(states, factory)
         if self._schedule is not None:
