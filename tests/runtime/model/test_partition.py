@@ -103,6 +103,9 @@ def test_tuples_cross_a_sequential_as_one_argument() -> None:
         (torch.float32, False),
         (torch.bool, False),
     ]
+    pair = torch.ones(3, 4, 1), torch.ones(3, 4, dtype=torch.bool)
+    (alone,) = partition(nn.Sequential(model[1]), plan_over(["0"]))  # So do inputs, where nothing is cut.
+    assert torch.equal(alone.module(*pair), model[1](pair))
 
 
 # -- TorchTitan's convention ---------------------------------------------------------------

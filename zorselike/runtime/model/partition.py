@@ -26,6 +26,7 @@ from zorselike.runtime.model.part import Keywords, ModelPart
 from zorselike.runtime.model.pruning import (
     find_units,
     is_above,
+    is_sequential,
     loose_parameters,
     plan_module,
     prune,
@@ -233,7 +234,7 @@ def _split_by_pruning(
     model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None, *, skeleton: Skeleton
 ) -> list[ModelPart]:
     modules = prune(model, [ministage.modules for ministage in plan.ministages])
-    parts = _make_parts(model, modules, plan, skeleton, unpack=unpack)
+    parts = _make_parts(model, modules, plan, skeleton, unpack=unpack, packs=is_sequential(model))
     if isinstance(skeleton, _Decoder):
         skeleton.model_parts = parts
     return parts

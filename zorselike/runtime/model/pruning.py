@@ -190,7 +190,7 @@ def sequential_order(model: nn.Module, plan: Plan) -> list[list[str]] | None:
 
     Children that the plan leaves out, such as activations, belong to the ministage before them.
     """
-    if not _is_sequential(model):
+    if not is_sequential(model):
         return None
     order: list[list[str]] = [[] for _ in plan.ministages]
     current = 0
@@ -201,7 +201,7 @@ def sequential_order(model: nn.Module, plan: Plan) -> list[list[str]] | None:
         is_planned = fqn in plan.ministage_of
         is_around = is_above(fqn, list(plan.ministage_of))
         if not is_planned and (is_around or not fqn):
-            if not _is_sequential(module):
+            if not is_sequential(module):
                 return None
             children = [
                 (join(fqn, name), child) for name, child in module._modules.items() if child is not None
@@ -215,5 +215,6 @@ def sequential_order(model: nn.Module, plan: Plan) -> list[list[str]] | None:
     return order if found == len(plan.ministage_of) else None
 
 
-def _is_sequential(module: nn.Module) -> bool:
+def is_sequential(module: nn.Module) -> bool:
+    """Whether its forward takes one argument, which goes through its children in turn."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
