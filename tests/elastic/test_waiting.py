@@ -1,14 +1,20 @@
-"""What a process says that has no part in its job yet."""
+"""What a process does and says that has no part in its job yet."""
 
 from __future__ import annotations
 
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from trivial_member import TrivialWorker
 
+from tools.elastic.faults import make_plan
+from tools.elastic.ranks import Job, build_model
+from zorselike.elastic.deciding.leader import Leader
+from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.meeting import Meeting, make_member, meeting
 from zorselike.elastic.meeting.environment import listen
 from zorselike.elastic.meeting.waiting import describe_wait, is_spare
@@ -16,6 +22,8 @@ from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
 from zorselike.elastic.membership.machine import Membership
 from zorselike.elastic.membership.roster import Roster
+from zorselike.elastic.worker import ElasticWorker
+from zorselike.version import __version__
 
 LIMIT_S = 30.0
 
@@ -62,3 +70,20 @@ def test_a_founder_that_waits_says_so_once_and_then_that_it_has_a_part(
         f"{address[1]}"
     ]
     assert "elastic: this process is rank 0 now" in caplog.messages
+
+
+def make_worker() -> ElasticWorker:
+    plan, num_layers = make_plan(random.Random(7), (1, 1), offload=False)
+    job = Job(plan, num_layers, 1)
+    return ElasticWorker(Leader(plan), Drawings(lambda: build_model(job), Options(), torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("zorselike", __version__), ("torch", torch.__version__.split("+")[0])]
+)
+def test_who_comes_with_another_version_says_so_and_nobody_else_fails(name: str, own: str) -> None:
+    """All failed by it, whoever was there, and twice: that ended the job."""
+    worker = make_worker()
+    settings = worker._drawings.list_settings() | {name: "0.0.9", "a key of that version": "1"}
+    found = worker.take_settings({"settings": settings, "computes_in": None})
+    assert found == f"{name} is {own} in this process, and 0.0.9 in the job that it has joined"

@@ -28,9 +28,11 @@ from zorselike.runtime.model.boundaries import StepInputs, Traces
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype, computes_in_fp16
+from zorselike.runtime.processes.world import base_version
 from zorselike.runtime.state.dtypes import dtype_name, named_dtype
 from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 from zorselike.text.units import GIB
+from zorselike.version import __version__
 
 MAX_DRAWN = 9
 """Plans that are drawn at a time; models on the meta device are small, but not nothing."""
@@ -95,7 +97,9 @@ class Drawings:
         callers = {str(name): str(value) for name, value in self._options.settings.items()}
         given = {name: str(getattr(self._options, name)) for name in SETTINGS}
         own = {"the digest of the model's parameters": f"{self._digest:014x}"}
-        return {**callers, **given, **own}
+        # First: another version may have other settings.
+        versions = {"zorselike": __version__, "torch": base_version(torch.__version__)}
+        return {**versions, **callers, **given, **own}
 
     @property
     def computes_in(self) -> str | None:

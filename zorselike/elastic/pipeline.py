@@ -428,7 +428,7 @@ class ElasticPipeline:
                 return
             if other := self.worker.take_settings(generation.decision):
                 self._running = None
-                raise ConfigError(f"{other}: start it with the same arguments, model and data")
+                raise ConfigError(f"{other}: start it with the same versions, arguments, model and data")
             running = self._running = Running(generation, self._control.id)
             self.worker.enter(running)
             try:

@@ -205,7 +205,7 @@ def _examine(
     found = [
         _find_missing_cuda(processes, types, device),
         _find_difference(processes, "zorselike", lambda process: process.zorselike),
-        _find_difference(processes, "torch", lambda process: _base_version(process.torch)),
+        _find_difference(processes, "torch", lambda process: base_version(process.torch)),
         _find_not_compiled(processes),
         _find_fallen(processes, types),
         _find_other_types(processes, types, rank_of),
@@ -339,7 +339,7 @@ def _find_not_compiled(processes: Sequence[ProcessInfo]) -> ValueError | None:
         if not process.architecture or runs_on(process.architecture, process.compiled_architectures):
             continue
         there = [other.rank for other in processes if other.node == process.node]
-        version = _base_version(process.torch)
+        version = base_version(process.torch)
         capability = _parse_architecture(process.architecture)
         if capability is not None and capability < _OLDEST_IN_NEW_WHEELS:
             mend = (
@@ -408,7 +408,7 @@ def _parse_architecture(text: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def _base_version(version: str) -> str:
+def base_version(version: str) -> str:
     """`2.13.0` for `2.13.0+cu126`: builds for different CUDA versions work together."""
     return version.split("+")[0]
 
