@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trivial_member import TrivialWorker
 
 from tools.elastic.faults import make_plan
 from tools.elastic.ranks import Job, build_model
+from zorselike.elastic.contract import Generation
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.meeting import Meeting, make_member, meeting
@@ -22,7 +24,9 @@ from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
 from zorselike.elastic.membership.machine import Membership
 from zorselike.elastic.membership.roster import Roster
+from zorselike.elastic.running import Running
 from zorselike.elastic.worker import ElasticWorker
+from zorselike.errors import ClusterError
 from zorselike.version import __version__
 
 LIMIT_S = 30.0
@@ -87,3 +91,33 @@ def test_who_comes_with_another_version_says_so_and_nobody_else_fails(name: str,
     settings = worker._drawings.list_settings() | {name: "0.0.9", "a key of that version": "1"}
     found = worker.take_settings({"settings": settings, "computes_in": None})
     assert found == f"{name} is {own} in this process, and 0.0.9 in the job that it has joined"
+
+
+class NotingControl(SimpleNamespace):
+    """Membership that notes of which failures it is told."""
+
+    id = "id0"
+
+    def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:
+        self.told.append((str(error), may_recur))
+
+
+@pytest.mark.parametrize("have_trained", [True, False])
+def test_who_comes_to_others_and_fails_twice_before_it_has_a_part_ends_alone(have_trained: bool) -> None:
+    """It ended the job of those who had trained until then."""
+    worker, told = make_worker(), list[tuple[str, bool]]()
+    worker.control = NotingControl(told=told)
+    me = make_member("127.0.0.1", 1, "here", 0, "cpu", 0)
+    decision = {"source": [2, 7] if have_trained else None}
+    running = Running(Generation(3, (me,), (), (me.id,), "127.0.0.1", 1, "loss", decision, None), me.id)
+    worker.enter(running)
+    for _ in range(2):
+        worker.fail(torch.OutOfMemoryError("of the device"))  # Another plan may need less.
+    worker.fail(RuntimeError("no such device"))
+    if have_trained:
+        with pytest.raises(ClusterError, match=r"failed twice before .* without it: RuntimeError: no such"):
+            worker.fail(RuntimeError("no such device"))
+    else:
+        worker.fail(RuntimeError("no such device"))
+    count = 1 if have_trained else 2
+    assert told == [("of the device", True)] * 2 + [("no such device", False)] * count

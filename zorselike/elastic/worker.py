@@ -16,7 +16,7 @@ from zorselike.elastic.drawing import MAX_DRAWN, Drawings
 from zorselike.elastic.held import Held
 from zorselike.elastic.replicas import Replicas
 from zorselike.elastic.running import Running
-from zorselike.errors import ConfigError, PlanError
+from zorselike.errors import ClusterError, ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.checkpoints import Stateful
 from zorselike.runtime.comm.connections import Connections
@@ -49,6 +49,10 @@ class ElasticWorker:
         self.save_history = SaveHistory()
         self._saving: Save | None = None
         """On its way there, or elsewhere."""
+        self._has_begun = False
+        """Whether it has been a rank of a generation that ran."""
+        self._failed_as: str | None = None
+        """How it has failed before that, where others have trained already."""
         self._lock = threading.Lock()
         self._over = -1
         """The last generation that has ended."""
@@ -145,6 +149,7 @@ class ElasticWorker:
     def begin(self, running: Running) -> None:
         """A generation runs: who leads has plans looked for, and a spare gets ready for what may follow."""
         generation, id = running.generation, self.control.id
+        self._has_begun |= running.rank is not None
         if generation.after_step is not None and self._stepped_s is not None:
             self.leader.switch_s = time.monotonic() - self._stepped_s
         if running.rank is None and any(member.id == id for member in generation.members):
@@ -155,8 +160,22 @@ class ElasticWorker:
 
     def fail(self, error: BaseException) -> None:
         """This process itself has failed. Memory that did not suffice may not suffice again: the plan is
-        another one each time, until none needs less."""
-        may_recur = is_out_of_memory(f"{type(error).__name__}: {error}")
+        another one each time, until none needs less.
+
+        Raises:
+            ClusterError: It has come to others who train, and fails again before it has a part in that.
+        """
+        reason = f"{type(error).__name__}: {error}"
+        may_recur = is_out_of_memory(reason)
+        assert self.running is not None
+        is_new = not self._has_begun and self.source_of(self.running.generation) is not None
+        if is_new and not may_recur:
+            if self._failed_as == reason:
+                raise ClusterError(
+                    f"this process has failed twice before it had a part in its job, which goes on without "
+                    f"it: {reason}"
+                ) from error
+            self._failed_as = reason
         self.control.fail(error, step=self.num_steps, may_recur=may_recur)
 
     def note_counts(self, pipe: Stateful) -> None:
