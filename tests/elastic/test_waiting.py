@@ -14,7 +14,7 @@ from trivial_member import TrivialWorker
 
 from tools.elastic.faults import make_plan
 from tools.elastic.ranks import Job, build_model
-from zorselike.elastic.contract import Generation
+from zorselike.elastic.contract import Generation, Member
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import Drawings, Options
 from zorselike.elastic.meeting import Meeting, make_member, meeting
@@ -101,23 +101,51 @@ class NotingControl(SimpleNamespace):
     def fail(self, error: BaseException, *, step: int, may_recur: bool = False) -> None:
         self.told.append((str(error), may_recur))
 
+    def request_change(self) -> None:
+        """Nobody has."""
 
-@pytest.mark.parametrize("have_trained", [True, False])
-def test_who_comes_to_others_and_fails_twice_before_it_has_a_part_ends_alone(have_trained: bool) -> None:
+
+def make_running(
+    me: Member, *others: str, source: list[int] | None, checkpoint: str | None = None
+) -> Running:
+    decision = {"source": source, "checkpoint": checkpoint}
+    ranks = (me.id, *others)
+    return Running(Generation(3, (me,), (), ranks, "127.0.0.1", 1, "loss", decision, None), me.id)
+
+
+@pytest.mark.parametrize(("source", "checkpoint"), [([2, 7], None), (None, "step-7"), (None, None)])
+def test_who_comes_to_others_and_fails_twice_before_it_has_a_part_ends_alone(
+    source: list[int] | None, checkpoint: str | None
+) -> None:
     """It ended the job of those who had trained until then."""
     worker, told = make_worker(), list[tuple[str, bool]]()
-    worker.control = NotingControl(told=told)
     me = make_member("127.0.0.1", 1, "here", 0, "cpu", 0)
-    decision = {"source": [2, 7] if have_trained else None}
-    running = Running(Generation(3, (me,), (), (me.id,), "127.0.0.1", 1, "loss", decision, None), me.id)
-    worker.enter(running)
+    worker.control = NotingControl(told=told)
+    worker.enter(make_running(me, source=source, checkpoint=checkpoint))
     for _ in range(2):
         worker.fail(torch.OutOfMemoryError("of the device"))  # Another plan may need less.
     worker.fail(RuntimeError("no such device"))
-    if have_trained:
+    if source or checkpoint:
         with pytest.raises(ClusterError, match=r"failed twice before .* without it: RuntimeError: no such"):
             worker.fail(RuntimeError("no such device"))
     else:
         worker.fail(RuntimeError("no such device"))
-    count = 1 if have_trained else 2
+    count = 1 if source or checkpoint else 2
     assert told == [("of the device", True)] * 2 + [("no such device", False)] * count
+
+
+def test_what_all_fail_by_until_who_has_come_has_ended_does_not_count() -> None:
+    """Such as a card that torch is not compiled for."""
+    worker, told = make_worker(), list[tuple[str, bool]]()
+    me = make_member("127.0.0.1", 1, "here", 0, "cpu", 0)
+    worker.control = NotingControl(told=told, id=me.id)
+    alone = make_running(me, source=[2, 7])
+    worker.enter(alone)
+    worker.begin(alone)
+    for other in ("first", "second"):
+        worker.enter(make_running(me, other, source=[2, 7]))
+        for _ in range(3):
+            worker.fail(ClusterError("an old card"))
+    worker.enter(alone)
+    worker.fail(ClusterError("an old card"))
+    assert told == [("an old card", may_recur) for may_recur in (True, True, False) * 2 + (False,)]

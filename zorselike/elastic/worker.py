@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 from zorselike.elastic.contract import Control, Generation, Json, Member, Request
@@ -29,6 +30,8 @@ logger = logging.getLogger("zorselike")
 
 _DROPPED_WITHIN_S = 10.0
 """So long a process that ends waits for what remains of earlier generations to be dropped."""
+_TRIES = 2
+"""So often who comes may fail before it has a part in the job."""
 
 
 class ElasticWorker:
@@ -51,6 +54,8 @@ class ElasticWorker:
         """On its way there, or elsewhere."""
         self._has_begun = False
         """Whether it has been a rank of a generation that ran."""
+        self._blamed: Counter[str] = Counter()
+        """By id: how many failures may have been due to who has come; enough, where it has trained."""
         self._failed_as: str | None = None
         """How it has failed before that, where others have trained already."""
         self._lock = threading.Lock()
@@ -150,6 +155,7 @@ class ElasticWorker:
         """A generation runs: who leads has plans looked for, and a spare gets ready for what may follow."""
         generation, id = running.generation, self.control.id
         self._has_begun |= running.rank is not None
+        self._blamed.update(dict.fromkeys(generation.ranks, _TRIES))
         if generation.after_step is not None and self._stepped_s is not None:
             self.leader.switch_s = time.monotonic() - self._stepped_s
         if running.rank is None and any(member.id == id for member in generation.members):
@@ -160,7 +166,8 @@ class ElasticWorker:
 
     def fail(self, error: BaseException) -> None:
         """This process itself has failed. Memory that did not suffice may not suffice again: the plan is
-        another one each time, until none needs less.
+        another one each time, until none needs less. Nor does it count where it may be due to who has come,
+        who then fails as well.
 
         Raises:
             ClusterError: It has come to others who train, and fails again before it has a part in that.
@@ -168,8 +175,13 @@ class ElasticWorker:
         reason = f"{type(error).__name__}: {error}"
         may_recur = is_out_of_memory(reason)
         assert self.running is not None
-        is_new = not self._has_begun and self.source_of(self.running.generation) is not None
-        if is_new and not may_recur:
+        generation = self.running.generation
+        have_trained = self.source_of(generation) is not None or generation.decision["checkpoint"] is not None
+        if self._has_begun:
+            arrived = [id for id in generation.ranks if self._blamed[id] < _TRIES]
+            self._blamed.update(arrived)
+            may_recur |= bool(arrived)
+        elif have_trained and not may_recur:
             if self._failed_as == reason:
                 raise ClusterError(
                     f"this process has failed twice before it had a part in its job, which goes on without "
