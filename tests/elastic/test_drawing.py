@@ -38,3 +38,32 @@ def test_a_thread_that_draws_has_the_device_before_the_model_is_made() -> None:
         thread.join()
     assert [what for what, _ in calls] == ["choose", "build"]
     assert len({ident for _, ident in calls}) == 1 and calls[0][1] != threading.get_ident()
+
+
+def test_the_end_waits_for_what_is_being_drawn_and_nothing_more_is() -> None:
+    """Python's end stops threads wherever they are: one inside torch aborted a job that had ended well."""
+    begun, may_go_on = threading.Event(), threading.Event()
+    built: list[str] = []
+
+    def build() -> nn.Module:
+        begun.set()
+        may_go_on.wait()
+        built.append("model")
+        with torch.device("meta"):
+            return Decoder(1)
+
+    plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, tuple(module_names(1))),))
+    drawings = Drawings(build, Options(), torch.device("cpu"))
+    threads = [threading.Thread(target=drawings.draw_ahead, args=(plan,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    closing = threading.Thread(target=drawings.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    may_go_on.set()
+    for thread in (closing, *threads):
+        thread.join()
+    drawings.draw_ahead(plan)
+    assert built == ["model"]

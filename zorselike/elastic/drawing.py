@@ -79,6 +79,8 @@ class Drawings:
         settle_device_guard()  # Threads will draw, and end.
         self._lock = threading.Lock()
         self._drawing = threading.Lock()
+        self._ahead = threading.Lock()
+        self._is_closed = False
         self._drawn: OrderedDict[str, _Drawn] = OrderedDict()
         self._traces: OrderedDict[Cut, Traces] = OrderedDict()
         self.step: StepInputs | None = None
@@ -132,10 +134,18 @@ class Drawings:
             PlanError, ConfigError: As `draw`, but for what this device has.
         """
         dtype = self._dtype
-        if not isinstance(dtype, str) and self._is_light:
-            compiled = self._draw(plan, dtype).compiled
-            if self.step is not None:
-                trace_plan(compiled, self.step)
+        with self._ahead:
+            if not isinstance(dtype, str) and self._is_light and not self._is_closed:
+                compiled = self._draw(plan, dtype).compiled
+                if self.step is not None and not self._is_closed:
+                    trace_plan(compiled, self.step)
+
+    def close(self) -> None:
+        """Draws nothing ahead any more; returns when what is being drawn is. A thread that is ended inside
+        torch, as Python's end would, aborts the process."""
+        self._is_closed = True
+        with self._ahead, self._drawing:
+            pass
 
     def _draw(self, plan: Plan, dtype: torch.dtype | None) -> _Drawn:
         with self._drawing:  # Who asks for what is being drawn already waits for it.

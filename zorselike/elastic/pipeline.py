@@ -295,6 +295,7 @@ class ElasticPipeline:
         self._control.close(is_done=is_done)
         self.worker.forget_copies()
         self.worker.let_go()
+        self._drawings.close()
 
     def __enter__(self) -> ElasticPipeline:
         return self
@@ -302,8 +303,10 @@ class ElasticPipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
         if error is None:
             self.close()
-        elif self._running is not None:
+            return
+        if self._running is not None:
             self._running.leave_alone(error, is_own=True)
+        self._drawings.close()
 
     # -- checkpoints -----------------------------------------------------------------------
 
