@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -16,9 +17,9 @@ from trivial_member import TrivialWorker
 from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting import Meeting, make_member
 from zorselike.elastic.meeting import nanny as nannies
-from zorselike.elastic.meeting.environment import listen
+from zorselike.elastic.meeting.environment import from_environment, listen
 from zorselike.elastic.meeting.nanny import Nanny, describe_end
-from zorselike.errors import ConfigError
+from zorselike.errors import ClusterError, ConfigError
 
 TOKEN = "token"
 LIVES = """
@@ -139,6 +140,24 @@ sys.exit(1)
 """
     assert make(reached, tmp_path, script).run() == nannies.LATE
     assert len(starts(tmp_path)) == 2
+
+
+def test_who_comes_after_the_job_has_ended_learns_it_from_machines_at_which_nobody_listens() -> None:
+    """And does not look for it for half a minute."""
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
+        ports = [each.getsockname()[1] for each in (first, second)]
+    reads, writes = os.pipe()
+    environment = {
+        "ZORSELIKE_JOB_TOKEN": TOKEN,
+        "ZORSELIKE_JOIN": ",".join(f"127.0.0.1:{port}" for port in ports),
+        "ZORSELIKE_RETURNS": "1",
+        "ZORSELIKE_NANNY_FD": str(writes),
+    }
+    with pytest.raises(ClusterError, match="job has ended before this process could take the place"):
+        from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=environment)
+    os.close(writes)
+    assert json.loads(os.read(reads, 100)) == {"stranded": True}
+    os.close(reads)
 
 
 def test_a_worker_that_stands_still_is_killed(reached: Reached, tmp_path: Path) -> None:

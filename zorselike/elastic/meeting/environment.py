@@ -37,6 +37,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -68,6 +69,8 @@ _STORE_KEY = "zorselike/elastic/founder"
 _START_LIMIT = timedelta(minutes=10)
 _RETURN_LIMIT_S = 30.0
 """So long a worker that takes the place of a lost one looks for its job, which may have ended meanwhile."""
+_REFUSED_S = 2.0
+"""So long, where nobody listens at any address of its job."""
 
 
 def make_token() -> str:
@@ -100,7 +103,8 @@ def from_environment(
     Raises:
         ConfigError: Variables are missing or contradict each other, or not all of a launcher's processes
             have `[elastic] enable`.
-        ClusterError: The launcher's store cannot be reached, or not all come there in time.
+        ClusterError: The launcher's store cannot be reached, or not all come there in time; the job has ended
+            before this process came.
     """
     identity = find_identity(environment)
     settings = settings or read_settings(environment)
@@ -116,6 +120,7 @@ def from_environment(
         raise ConfigError(f"{FOUND} and {JOIN} are both set; a process founds a job or joins one")
     contact = [read_address(JOIN, text) for text in (join or "").split(",")] if found is None else []
     if environment.get(RETURNS):
+        _refuse_ended(contact, environment)
         settings = replace(settings, start_limit_s=min(settings.start_limit_s, _RETURN_LIMIT_S))
     host, port = read_address(FOUND, found) if found is not None else contact[0]
     num_members = None
@@ -187,6 +192,25 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _taken(port: int) -> ClusterError:
     return ClusterError(f"port {port} is taken on {socket.gethostname()}; name a free one")
+
+
+def _refuse_ended(contact: Sequence[tuple[str, int]], environment: Mapping[str, str]) -> None:
+    """Raises `ClusterError`, and tells the nanny, where machines say that nobody listens there any more."""
+    until_s = time.monotonic() + _REFUSED_S
+    while time.monotonic() < until_s:
+        for address in contact:
+            try:
+                socket.create_connection(address, timeout=_REFUSED_S).close()
+            except ConnectionRefusedError:
+                continue
+            except OSError:  # It may be there, and the network is not.
+                return
+            return
+        time.sleep(0.2)
+    if nanny := environment.get(NANNY_FD):
+        with contextlib.suppress(OSError):
+            os.write(int(nanny), b'{"stranded": true}\n')
+    raise ClusterError("the job has ended before this process could take the place of a lost one")
 
 
 def _address_towards(host: str, port: int) -> str:
