@@ -173,6 +173,19 @@ def test_other_weights_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:
     assert "model.safetensors.index.json: is no index" in said
 
 
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, run_ranks: RunRanks, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_ranks(save, 1, "llama", tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors, name = load_file(path), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 1] = value
+    save_file(tensors, path)
+    (said,) = run_ranks(refuse, 1, tmp_path)
+    assert said.startswith(f"{path}: {name} holds NaN or infinite values")
+
+
 def test_an_index_that_an_older_save_left_is_passed_over(tmp_path: Path, run_ranks: RunRanks) -> None:
     """As `transformers` does, which deletes the older files and not their index."""
     run_ranks(save, 1, "llama", tmp_path, "20KB")

@@ -6,6 +6,7 @@ several with an index.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from zorselike.text.wording import list_few
 
 NameOf = Callable[[str], str | Box]
 """What a model calls what its files call so; a box of its values where that is a part of a tensor."""
+
+_HALF_BYTES = 2
+"""Of one number in half precision; smaller ones have no smallest and largest."""
 
 
 class PretrainedWeights:
@@ -129,6 +133,8 @@ class PretrainedWeights:
                 is_all = read == box
                 part = values if is_all else torch.empty(read.shape, dtype=values.dtype, device="cpu")
                 place.file.read_rows(place.one, *place.rows_of(read), bytes_of(part))
+                if self._state.inventory.all_tensors[box.name].is_parameter:
+                    _refuse_nonfinite(part, place)
                 self.num_bytes_read += part.nbytes
                 if not is_all:
                     part_of(common, box, values).copy_(part_of(common, read, part))
@@ -157,6 +163,18 @@ class _Place:
             return 0, self.one.shape[0]
         first = self.box.starts[0] if self.box.starts else 0
         return (part.starts[0] - first, part.stops[0] - first) if part.starts else (0, 1)
+
+
+def _refuse_nonfinite(values: Tensor, place: _Place) -> None:
+    """Raises `CheckpointError` where a file has NaN or infinity for a weight."""
+    dtype = values.dtype
+    if not values.numel() or not dtype.is_floating_point or dtype.itemsize < _HALF_BYTES:
+        return
+    if not all(math.isfinite(end) for end in values.aminmax()):
+        raise CheckpointError(
+            f"{place.file.path}: {place.one.box.name} holds NaN or infinite values, with which every loss "
+            "would be NaN; take weights of a run that was sound"
+        )
 
 
 def _are_equal(values: Tensor, others: Tensor) -> bool:
