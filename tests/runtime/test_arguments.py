@@ -228,6 +228,8 @@ def construct_wrongly(rank: int, world_size: int, arguments: dict[str, Any]) -> 
         ({"plan": {"version": 1}}, "plan is a dict; give a zorselike.Plan"),
         ({"max_norm": "1"}, "max_norm = '1' is no number"),
         ({"max_norm": float("nan")}, "max_norm = nan clips nothing"),
+        ({"max_norm": float("inf")}, "max_norm = inf clips nothing"),
+        ({"max_norm": 0}, "max_norm = 0 clips nothing"),
         ({"seed": "x"}, "seed = 'x' is no whole number"),
         ({"seed": 1.5}, "seed = 1.5 is no whole number"),
         ({"silence_s": "never"}, "silence_s = 'never'; give seconds above 0"),

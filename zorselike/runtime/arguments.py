@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -77,8 +78,8 @@ def check_arguments(
         raise ConfigError(f'silence_s = {silence_s!r}; give seconds above 0, "auto", or None for never')
     if max_norm is not None and not isinstance(max_norm, Real):
         raise ConfigError(f"max_norm = {max_norm!r} is no number; give one above 0, or None")
-    if max_norm is not None and not float(max_norm) > 0:
-        raise ConfigError(f"max_norm = {max_norm} clips nothing; give a number above 0, or None")
+    if max_norm is not None and not 0 < float(max_norm) < math.inf:
+        raise ConfigError(f"max_norm = {max_norm} clips nothing; give a finite number above 0, or None")
     if clip not in ("global", "ministage"):
         raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")
     if param_dtype not in (None, "auto", torch.float32, torch.float64, *HALF):
