@@ -230,6 +230,7 @@ def construct_wrongly(rank: int, world_size: int, arguments: dict[str, Any]) -> 
         ({"max_norm": float("nan")}, "max_norm = nan clips nothing"),
         ({"max_norm": float("inf")}, "max_norm = inf clips nothing"),
         ({"max_norm": 0}, "max_norm = 0 clips nothing"),
+        ({"clip": "ministage"}, "clip = 'ministage' clips nothing without max_norm"),
         ({"seed": "x"}, "seed = 'x' is no whole number"),
         ({"seed": 1.5}, "seed = 1.5 is no whole number"),
         ({"silence_s": "never"}, "silence_s = 'never'; give seconds above 0"),

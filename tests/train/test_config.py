@@ -194,6 +194,10 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("[parallelism]\npipeline_parallel_degree = 2\n", "the plan says who computes what"),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2\n", "profiler_active + profiler_warmup = 4"),
         ("[training]\nmax_norm = -1\n", "[training] max_norm is -1.0; give a finite number, 0 or more"),
+        (
+            '[training]\nmax_norm = 0\n[hetero]\nclip = "ministage"\nplan = "p.toml"\n',
+            '[hetero] clip = "ministage": [training] max_norm = 0 clips nothing',
+        ),
         ("[optimizer]\nlr = inf\n", "[optimizer] lr is inf; give a finite number, 0 or more"),
         ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give a finite number, 0 or more"),
         ("[optimizer]\nweight_decay = inf\n", "weight_decay is inf; give a finite number, 0 or more"),

@@ -82,6 +82,10 @@ def check_arguments(
         raise ConfigError(f"max_norm = {max_norm} clips nothing; give a finite number above 0, or None")
     if clip not in ("global", "ministage"):
         raise ConfigError(f"clip = '{clip}' is neither 'global' nor 'ministage'")
+    if clip == "ministage" and max_norm is None:
+        raise ConfigError(
+            "clip = 'ministage' clips nothing without max_norm; give max_norm, or leave clip out"
+        )
     if param_dtype not in (None, "auto", torch.float32, torch.float64, *HALF):
         raise ConfigError(
             f'param_dtype = {param_dtype!r}; give torch.bfloat16, torch.float16, "auto", or None'

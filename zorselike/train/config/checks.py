@@ -86,6 +86,10 @@ def check_config(config: Config) -> None:
             f"[profiling] profile_freq = {profiling.profile_freq}: must be at least profiler_active + "
             f"profiler_warmup = {least}"
         )
+    if hetero.clip == "ministage" and not config.training.max_norm:
+        raise ConfigError(
+            '[hetero] clip = "ministage": [training] max_norm = 0 clips nothing; give a norm, or no clip'
+        )
     _check_parallelism(config)
     if hetero.plan in (AUTO, "") and config.training.global_batch_size < 1:
         raise ConfigError(
