@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import hf_families
 import pytest
@@ -77,6 +78,21 @@ def test_targets_that_are_no_linear_layers_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         add_lora(make_model(name), Lora(rank=2, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"rank": "x"}, "rank is x; it is a whole number"),
+        ({"rank": 2, "alpha": "x"}, "alpha is x; it is finite"),
+        ({"rank": 2, "dropout": "x"}, "dropout is x; it is at least 0"),
+        ({"rank": 2, "target_modules": "q_proj"}, "target_modules is 'q_proj'; it is names of linear layers"),
+        ({"rank": 2, "target_modules": (3,)}, "target_modules is .*; it is names of linear layers"),
+    ],
+)
+def test_what_is_no_number_of_an_adapter_is_refused(numbers: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^lora: {words}"):
+        Lora(**numbers)
 
 
 def test_shared_experts_are_left_out_by_default() -> None:

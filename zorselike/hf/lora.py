@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,12 +47,17 @@ class Lora:
             raise ConfigError(
                 f"lora: rank is {self.rank}; it is a whole number, at least 1 (8 and 16 are usual)"
             )
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
+        if self.alpha is not None and not (isinstance(self.alpha, Real) and 0 < self.alpha < math.inf):
             raise ConfigError(
                 f"lora: alpha is {self.alpha}; it is finite and above 0 (twice the rank is usual)"
             )
-        if not 0 <= self.dropout < 1:
+        if not (isinstance(self.dropout, Real) and 0 <= self.dropout < 1):
             raise ConfigError(f"lora: dropout is {self.dropout}; it is at least 0 and below 1")
+        targets = self.target_modules
+        if not isinstance(targets, tuple | list) or not all(isinstance(name, str) for name in targets):
+            raise ConfigError(
+                f"lora: target_modules is {targets!r}; it is names of linear layers, such as ('q_proj',)"
+            )
 
 
 def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) -> None:

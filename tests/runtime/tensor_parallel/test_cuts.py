@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,8 @@ def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
     ("model", "tp_plan", "message"),
     [
         (gpt, None, r"GPT has no tp_plan that says how its layers are cut; pass HeteroPipeline tp_plan="),
+        (llama, "colwise", r"tp_plan = 'colwise' is no mapping of names to styles; give one such as"),
+        (llama, {"layers.*.attention.wq": 1}, r"wq': 1\} is no mapping of names to styles"),
         (llama, {"layers.*.attention.wqq": "colwise"}, r"tp_plan names 'layers.\*.attention.wqq', which no"),
         (llama, {"layers.*.attention.wq": "packed_colwise"}, r"style 'packed_colwise' of 'layers.0.att"),
         (llama, {"layers.*.attention": "colwise"}, r"'layers.0.attention' is a Attention, and only an nn.Li"),
@@ -193,9 +196,7 @@ def test_layers_that_mix_positions_outside_of_what_is_cut_are_refused(
         (lambda: with_shared_weights(llama(2)), None, r"'layers.0' shares a weight with another"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
-    model: Callable[[], nn.Module], tp_plan: dict[str, str] | None, message: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(model: Callable[[], nn.Module], tp_plan: Any, message: str) -> None:
     made = model()
     with pytest.raises(ConfigError, match=message):
         compile_plan(made, plan_of(2, num_layers=len(made.layers)), tp_plan=tp_plan)

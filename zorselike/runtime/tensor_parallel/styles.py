@@ -77,7 +77,7 @@ def find_blocks(model: nn.Module, tp_plan: TensorParallelPlan | None = None) -> 
     Raises `ConfigError` where there is none, where a name of it fits no module, for a style that cannot be
     run, and where it leaves a matrix of a layer whole that other positions might be mixed in.
     """
-    styles = _own_plan(model) if tp_plan is None else dict(tp_plan)
+    styles = _own_plan(model) if tp_plan is None else _check_type(tp_plan)
     found: dict[str, dict[str, dict[Side, list[CutLinear]]]] = {}
     modules = dict(model.named_modules())
     wrapped = _WRAPPER if _WRAPPER.rstrip(".") in modules else ""
@@ -133,6 +133,16 @@ def layer_of(name: str) -> str | None:
         if is_layer(".".join(parts[:end])):
             return ".".join(parts[:end])
     return None
+
+
+def _check_type(tp_plan: object) -> dict[str, str]:
+    pairs = tp_plan.items() if isinstance(tp_plan, Mapping) else [(tp_plan, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ConfigError(
+            f"tp_plan = {tp_plan!r} is no mapping of names to styles; give one such as "
+            '{"layers.*.attention.wq": "colwise", "layers.*.attention.wo": "rowwise"}'
+        )
+    return {str(name): str(style) for name, style in pairs}
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
