@@ -69,6 +69,8 @@ class Group:
     microbatches: tuple[Microbatch, ...]
     zero: Annotated[int, OneOf((0, 1, 2, 3))] = 2
     grad_reduce: GradReduce = "once"
+    """When gradients are reduced, with ZeRO 2: at the end of a step, or after every microbatch. ZeRO 0 and 1
+    do the first; ZeRO 3 does the second, whatever stands here."""
     overlap_grad_reduce: bool = True
     """Whether on GPUs a ministage's reduction runs beside what follows it, where there is such a thing
     (`schedule/contract.py`). Then its whole gradients are held until the next reduction; else the device
