@@ -48,6 +48,8 @@ def test_overrides_replace_fields() -> None:
         ("llama", "debug", {"num_layers": 10**9}, "num_layers = 1000000000 must be at most"),
         ("llama", "debug", {"num_layers": 1e3}, "num_layers = 1000.0 must be an integer"),
         ("llama", "debug", {"rope_theta": -1}, "rope_theta = -1 must be above 0"),
+        ("llama", "debug", {"rope_theta": float("inf")}, "rope_theta = inf must be finite"),
+        ("gpt", "debug", {"norm_eps": float("nan")}, "norm_eps = nan must be finite"),
         ("gpt", "debug", {"norm_eps": -1.0}, "norm_eps = -1.0 must not be negative"),
         ("gpt", "debug", {"bias": 2}, "bias = 2 must be True or False"),
         ("llama", "debug", {"num_heads": 5}, "num_heads = 5"),

@@ -198,9 +198,10 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
             '[training]\nmax_norm = 0\n[hetero]\nclip = "ministage"\nplan = "p.toml"\n',
             '[hetero] clip = "ministage": [training] max_norm = 0 clips nothing',
         ),
-        ("[optimizer]\nlr = inf\n", "[optimizer] lr is inf; give a finite number, 0 or more"),
-        ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give a finite number, 0 or more"),
-        ("[optimizer]\nweight_decay = inf\n", "weight_decay is inf; give a finite number, 0 or more"),
+        ("[optimizer]\nlr = inf\n", "[optimizer] lr is inf; give 0 or more, and no more than fp32 has"),
+        ("[optimizer]\nlr = 1e308\n", "[optimizer] lr is 1e+308; give 0 or more, and no more than fp32 has"),
+        ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give 0 or more, and no more than fp32 has"),
+        ("[optimizer]\nweight_decay = inf\n", "weight_decay is inf; give 0 or more, and no more than fp32"),
         ("[comm]\ninit_timeout_seconds = 10000000000000000000\n", "give 1 to 1000000000"),
         (
             "[compile]\nenable = true\ncomponents = []\n",

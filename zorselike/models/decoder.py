@@ -7,6 +7,7 @@ parameters stay those of the whole model.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class DecoderConfig(ABC):
             value = getattr(self, key)
             if hint in (int, float, bool) and type(value) not in ((int, float) if hint is float else (hint,)):
                 raise ConfigError(f"model: {key} = {value!r} must be {_NOUNS[hint]}")
+            if hint is float and not abs(value) < math.inf:
+                raise ConfigError(f"model: {key} = {value!r} must be finite")
         for key in ("dim", "num_layers", "num_heads", "ffn_hidden", "vocab_size", "max_seq_len"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"model: {key} = {getattr(self, key)} must be at least 1")

@@ -24,6 +24,10 @@ AUTO = "auto"
 Share = Annotated[float, Must(lambda share: 0 <= share <= 1, "give one from 0 to 1")]
 Beta = Annotated[float, Must(lambda beta: 0 <= beta < 1, "give one from 0 to below 1")]
 Budget = Annotated[str, Must(lambda text: (parse_time(text) or 0) > 0, 'write seconds, such as "30s"')]
+Single = Annotated[
+    float, Must(lambda value: 0 <= value <= 3.4e38, "give 0 or more, and no more than fp32 has (3.4e38)")
+]
+"""A number of the optimizer, which computes in fp32."""
 STEP_OR_NEWEST = Must(lambda step: step >= -1, "give a step, or -1 for the newest")
 
 
@@ -105,15 +109,15 @@ class Training:
 class Optimizer:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Which optimizer; norms and biases are never decayed."""
-    lr: Quantity = 8e-4
+    lr: Single = 8e-4
     """Highest learning rate of the schedule."""
     beta1: Beta = 0.9
     """Decay of the running mean of gradients."""
     beta2: Beta = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Quantity = 1e-8
+    eps: Single = 1e-8
     """Added to the denominator."""
-    weight_decay: Quantity = 0.1
+    weight_decay: Single = 0.1
     """Decay of weights, not of norms and biases."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """`fused` is fastest; where torch or the device has none, `foreach` takes its place, and says so."""
