@@ -203,6 +203,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("[optimizer]\neps = inf\n", "[optimizer] eps is inf; give 0 or more, and no more than fp32 has"),
         ("[optimizer]\nweight_decay = inf\n", "weight_decay is inf; give 0 or more, and no more than fp32"),
         ("[comm]\ninit_timeout_seconds = 10000000000000000000\n", "give 1 to 1000000000"),
+        ("[training]\ndataloader.num_workers = 100000\n", "num_workers is 100000; give 0 to 1024"),
+        ("[training]\ndataloader.prefetch_factor = 1000000\n", "prefetch_factor is 1000000; give 1 to 10000"),
         (
             "[compile]\nenable = true\ncomponents = []\n",
             "[compile] components = []: with enable = true say what",

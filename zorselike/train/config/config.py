@@ -59,11 +59,11 @@ class Model:
 
 @dataclass(frozen=True)
 class DataLoader:
-    num_workers: Natural = 1
+    num_workers: Annotated[int, Must(lambda count: 0 <= count <= 1024, "give 0 to 1024")] = 1
     """Processes per rank that read rows ahead; 0 reads in the training process."""
     pin_memory: bool = False
     """Hand rows over in pinned memory, from which copies to a GPU run in the background."""
-    prefetch_factor: Positive | None = None
+    prefetch_factor: Annotated[int, Must(lambda count: 1 <= count <= 10000, "give 1 to 10000")] | None = None
     """Batches that each worker reads ahead; 2 unless given. Only with `num_workers` > 0."""
 
 
