@@ -249,6 +249,20 @@ def test_a_config_that_makes_no_model_is_refused(
         zorselike.hf.build_on_meta(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"model_type": "llama", "vocab_size": -5}, "vocab_size is -5"),
+        ({"model_type": "gpt2", "n_layer": 0}, "n_layer is 0"),
+    ],
+)
+def test_sizes_of_no_model_are_refused(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"^hf: .*/config\.json: {why}; it must be at least 1"):
+        zorselike.hf.build_on_meta(tmp_path)
+
+
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -30,6 +30,9 @@ from zorselike.text.wording import first_line
 _HALF_BYTES = 2
 """Of one number in half precision; of smaller ones several share a scale, which plain layers do not know."""
 
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""Of a configuration, by the names that `transformers` has for them in all."""
+
 _ONCE_SAVED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 """By how the names of buffers end of which files of older models have some: patterns of the names there."""
 
@@ -174,16 +177,29 @@ def build_on_meta(
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        _refuse_sizes(config, folder)
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=built_in, attn_implementation=attention, trust_remote_code=False
             )
+    except ConfigError:
+        raise
     except Exception as error:  # What is wrong with a config it says by errors of any kind.
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
     _refuse_quantized(config, folder)
     if lora is not None:
         add_lora(model, lora, dtype=dtype)
     return model.train()
+
+
+def _refuse_sizes(config: Any, folder: str | Path) -> None:
+    """Raises `ConfigError` for a model of no layers, or fewer: `transformers` would make it."""
+    text = config.get_text_config()
+    for key in _SIZES:
+        size = getattr(text, key, 1)
+        if isinstance(size, int) and size < 1:
+            named = (getattr(text, "attribute_map", None) or {}).get(key, key)
+            raise ConfigError(f"hf: {Path(folder) / 'config.json'}: {named} is {size}; it must be at least 1")
 
 
 def _refuse_quantized(config: Any, folder: str | Path) -> None:
