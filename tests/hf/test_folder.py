@@ -263,6 +263,19 @@ def test_sizes_of_no_model_are_refused(settings: dict[str, Any], why: str, tmp_p
         zorselike.hf.build_on_meta(tmp_path)
 
 
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    """As a causal LM it would see the tokens that it is to predict."""
+    config = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r'bert is an encoder, .* write "is_decoder": true there'):
+        zorselike.hf.build_on_meta(tmp_path)
+    path.write_text(json.dumps({**config, "is_decoder": True}))
+    zorselike.hf.build_on_meta(tmp_path)
+    path.write_text(json.dumps({**config, "model_type": "gpt_neox", "intermediate_size": 32}))
+    zorselike.hf.build_on_meta(tmp_path)
+
+
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

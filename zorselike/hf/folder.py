@@ -179,7 +179,7 @@ def build_on_meta(
         )
         _refuse_sizes(config, folder)
         with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            model: Any = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=built_in, attn_implementation=attention, trust_remote_code=False
             )
     except ConfigError:
@@ -187,19 +187,31 @@ def build_on_meta(
     except Exception as error:  # What is wrong with a config it says by errors of any kind.
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
     _refuse_quantized(config, folder)
+    _refuse_encoder(model.config, folder)
     if lora is not None:
         add_lora(model, lora, dtype=dtype)
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 def _refuse_sizes(config: Any, folder: str | Path) -> None:
     """Raises `ConfigError` for a model of no layers, or fewer: `transformers` would make it."""
     text = config.get_text_config()
+    sizes = text.to_dict()  # An attribute may be one of each layer, and raise.
     for key in _SIZES:
-        size = getattr(text, key, 1)
+        named = text.attribute_map.get(key, key)
+        size = sizes.get(named)
         if isinstance(size, int) and size < 1:
-            named = (getattr(text, "attribute_map", None) or {}).get(key, key)
             raise ConfigError(f"hf: {Path(folder) / 'config.json'}: {named} is {size}; it must be at least 1")
+
+
+def _refuse_encoder(config: Any, folder: str | Path) -> None:
+    """Raises `ConfigError` where tokens see those after them, as in BERT: what may be either has two keys."""
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        raise ConfigError(
+            f"hf: {Path(folder) / 'config.json'}: {config.model_type} is an encoder, in which tokens see the "
+            'next ones that a causal LM learns to predict; write "is_decoder": true there, or take a decoder'
+        )
 
 
 def _refuse_quantized(config: Any, folder: str | Path) -> None:
