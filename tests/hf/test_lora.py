@@ -17,6 +17,8 @@ from zorselike import initialize, list_modules
 from zorselike.errors import ConfigError
 from zorselike.hf.adapters import check_same_adapters
 from zorselike.hf.lora import Lora, add_lora, is_adapter, lora_layers
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.assembly import compile_plan
 
 pytestmark = pytest.mark.pooled
 
@@ -136,6 +138,15 @@ def test_routers_that_are_linear_layers_are_left_out_by_default() -> None:
     assert len(list_modules(model)) == 5
     with pytest.raises(ConfigError, match=r"feed_forward.router' is of class Llama4Router; name linear"):
         add_lora(other, Lora(rank=2, target_modules=("q_proj", "router")))
+
+
+def test_adapters_of_parameters_are_refused_before_the_first_step() -> None:
+    model = make_model("mixtral")
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
+    peft.inject_adapter_in_model(config, model)
+    plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, tuple(list_modules(model))),))
+    with pytest.raises(ConfigError, match=r"experts' has an adapter of a parameter \(peft's target_param"):
+        compile_plan(model, plan)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

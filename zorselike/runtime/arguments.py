@@ -119,6 +119,11 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(name, module)
+        if type(module).__name__ == "ParamWrapper" and hasattr(module, "lora_A"):
+            raise ConfigError(
+                f"model: '{name}' has an adapter of a parameter (peft's target_parameters), which would "
+                "be added to a shard; name linear layers in target_modules instead"
+            )
         if is_above(name, planned) and any(getattr(module, hooks) for hooks in _EVERY_HOOK):
             what = f"'{name}'" if name else f"the {type(module).__name__} itself"
             raise ConfigError(
