@@ -476,7 +476,7 @@ def watch_reductions(
         if action.kind is Kind.REDUCE_GRAD:
             num_steps[0] = streams.clocks.num_before(streams.reduce.number, streams.reduce.number)
 
-    clips: dict[str, Any] = {"max_norm": max_norm, "clip": "ministage"}
+    clips: dict[str, Any] = {"max_norm": max_norm, "clip": "ministage"} if max_norm else {}
     with on(streams), HeteroPipeline(case.model(), case.plan, optimizer=adamw, **clips) as pipe:
         with pipe.watching(enter, leave):
             pipe.step_global(*case.batch(0))
