@@ -276,6 +276,15 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     zorselike.hf.build_on_meta(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_decoder_is_none_whatever_transformers_4_wrote_of_all_models(tmp_path: Path, kind: str) -> None:
+    """It gave every configuration both keys, and wrote them where it wrote one whole."""
+    config = {"model_type": kind, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    config |= {"intermediate_size": 32, "is_decoder": False, "add_cross_attention": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    zorselike.hf.build_on_meta(tmp_path)
+
+
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 1, "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -206,8 +206,10 @@ def _refuse_sizes(config: Any, folder: str | Path) -> None:
 
 
 def _refuse_encoder(config: Any, folder: str | Path) -> None:
-    """Raises `ConfigError` where tokens see those after them, as in BERT: what may be either has two keys."""
-    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+    """Raises `ConfigError` where tokens see those after them, as in BERT: what may be either has two keys.
+    Files that transformers 4 wrote may have both for any model."""
+    may_be_either = all(hasattr(type(config), key) for key in ("is_decoder", "add_cross_attention"))
+    if may_be_either and not config.is_decoder:
         raise ConfigError(
             f"hf: {Path(folder) / 'config.json'}: {config.model_type} is an encoder, in which tokens see the "
             'next ones that a causal LM learns to predict; write "is_decoder": true there, or take a decoder'
