@@ -242,6 +242,8 @@ def test_what_a_run_writes_is_no_data_of_the_next(tmp_path: Path, monkeypatch: p
     (tmp_path / "outputs" / "data").mkdir()
     (tmp_path / "outputs" / "data" / "a.txt").write_text("hello")
     assert open_rows(make_config(Path(), "outputs/data"), vocab_size=256).num_rows == 1
+    with pytest.raises(ConfigError, match=r"= outputs is \[job\] dump_folder too, .* name another"):
+        open_rows(make_config(Path(), "outputs"), vocab_size=256)
 
 
 def test_a_folder_that_cannot_be_read_is_not_passed_over(

@@ -38,8 +38,8 @@ def list_files(dataset_path: str, *, section: str = "training", outputs: Path | 
     those in `outputs` inside it, which runs have written.
 
     Raises:
-        ConfigError: there is no such file, none of a known kind, text beside token files, or a folder in it
-            that cannot be read.
+        ConfigError: there is no such file, none of a known kind, text beside token files, a folder in it
+            that cannot be read, or it is `outputs` itself.
     """
     where = f"[{section}] dataset_path = {dataset_path}"
     try:
@@ -58,6 +58,8 @@ def _list_files(path: Path, where: str, outputs: Path | None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no such file or folder")
+    if outputs is not None and outputs.resolve() == path.resolve():
+        raise ConfigError(f"{where} is [job] dump_folder too, and what runs write is no data; name another")
     files = sorted(file for file in _walk(path, outputs) if file.suffix in known and file.is_file())
     if not files:
         raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file")
