@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from trained import SHORT, read_column, train
 from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder
 from zorselike.checkpoint.lease import Lease
+from zorselike.checkpoint.read import read_manifest
 
 LOSS = "loss_metrics/global_avg_loss"
 STEPS = ("--model.override", "num_layers=3", "--lr_scheduler.total_steps", "6", *SHORT)
@@ -68,17 +70,32 @@ def what_ranks_inherit() -> None:
 
 
 def run(
-    run_ranks: RunRanks, folder: Path, *arguments: str, steps: int, number: int, plan: str = PLAN
+    run_ranks: RunRanks,
+    folder: Path,
+    *arguments: str,
+    steps: int,
+    number: int,
+    plan: str = PLAN,
+    is_stopped: bool = False,
 ) -> tuple[list[RankExit], list[float]]:
-    """One of several runs that share checkpoints; how its ranks ended, and its losses."""
+    """One of several runs that share checkpoints; how its ranks ended, and its losses. `is_stopped`: by a
+    signal, soon."""
     own = folder / str(number)
     own.mkdir(parents=True)
     path = own / "given.plan.toml"
     path.write_text(plan)
     given = ("--hetero.plan", str(path), "--training.steps", str(steps))
     arguments = (*given, "--checkpoint.folder", "../checkpoints", *arguments)
-    num_ranks = 2 if plan == PLAN else 3
-    ends = train(run_ranks, "debug_cpu.toml", *STEPS, *SAVES, *arguments, folder=own, num_ranks=num_ranks)
+    ends = train(
+        run_ranks,
+        "debug_cpu.toml",
+        *STEPS,
+        *SAVES,
+        *arguments,
+        folder=own,
+        num_ranks=2 if plan == PLAN else 3,
+        signal_at=own if is_stopped else None,
+    )
     is_trained = any(LOSS in path.read_text() for path in own.glob("*/metrics.csv"))
     return ends, read_column(own, LOSS) if is_trained else []
 
@@ -196,6 +213,31 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     assert [end.code for end in ends] == [2] * 2 and not losses
     assert f"process {os.getpid()} on" in ends[0].stderr and "saves into this folder" in ends[0].stderr
     lease.release()
+
+
+def test_a_validation_before_which_a_signal_stopped_the_run_is_made_up_for(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """The step was never validated, and never the best."""
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("a rose is a rose is a rose\n" * 45)
+    held_out_rows = ("--validation.enable", "--validation.dataset_path", str(held_out))
+    keeps = ("--checkpoint.keep_best", "--checkpoint.interval", "100000")
+    settings = (*held_out_rows, "--validation.freq", "1", *keeps)
+    ends, losses = run(
+        run_ranks, tmp_path, *settings, steps=100000, number=0, plan=OTHER_PLAN, is_stopped=True
+    )
+    assert {end.code for end in ends} == {128 + signal.SIGTERM}, ends[0].stderr
+    step, before = len(losses), read_column(tmp_path / "0", "validation_metrics/loss")
+    assert len(before) < step  # One may have been stopped in its middle, too.
+    ends, losses = run(run_ranks, tmp_path, *settings, steps=step + 1, number=1, plan=OTHER_PLAN)
+    assert [end.code for end in ends] == [0] * 3, ends[0].stderr
+    validated = read_column(tmp_path / "1", "validation_metrics/loss")
+    assert len(losses) == 1 and len(validated) == 2
+    best = read_manifest(list_steps(tmp_path / "checkpoints")[0]).extra["best"]
+    assert best["loss"] == pytest.approx(min(*validated, *before))
+    ends, _ = run(run_ranks, tmp_path, *settings, steps=step + 2, number=2, plan=OTHER_PLAN)
+    assert len(read_column(tmp_path / "2", "validation_metrics/loss")) == 1
 
 
 @contextmanager

@@ -78,6 +78,8 @@ class RunCheckpoints:
         """Checkpoints that could not be loaded."""
         self._saved_step: int | None = None
         """The newest that is saved."""
+        self.owes_validation = False
+        """Whether a signal has stopped the run before the validation that is due after its step."""
 
     # -- at the start ----------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class RunCheckpoints:
         if loaded.path.parent == self.folder:
             self._best = self._lowest = dict(loaded.extra.get("best", {}))
             self._saved_step = loaded.step
+            self.owes_validation = bool(loaded.extra.get("owes_validation", False))
         logger.info(
             "goes on from %s: step %d, %s rows seen", loaded.path, loaded.step, f"{self._pipe.rows_seen:,}"
         )
@@ -186,7 +189,7 @@ class RunCheckpoints:
         """Begins a save, and says how the last one ended; collective. A save that fails is no reason to stop.
         `validation_loss`: of a validation after this step; nan if there was none. `is_owed`: one that was due
         earlier has come to nothing."""
-        if not self._settings.enable or step == self._saved_step:
+        if not self._settings.enable:
             return
         if self._on_its_way is not None and self._on_its_way[0].finished.is_set():
             self._report()
@@ -194,6 +197,9 @@ class RunCheckpoints:
         is_best = self._settings.keep_best and validation_loss < lowest  # Not where it is nan.
         if is_best:
             self._lowest = {"step": step, "loss": validation_loss}
+        if step == self._saved_step:
+            self._best = self._lowest if is_best else self._best
+            return
         if step == self._config.training.steps:
             return  # `save_last` saves it, or the model alone.
         if is_best or is_owed or self.is_due(step):
@@ -248,7 +254,9 @@ class RunCheckpoints:
                 set_aside(path)
         save = self._pipe.save(
             self.folder,
-            extra={**self._facts, "best": best} if self._pipe.rank == 0 else {},
+            extra={**self._facts, "best": best, "owes_validation": self.owes_validation}
+            if self._pipe.rank == 0
+            else {},
             wait=False,
             copy=not waits,
             after=partial(self._tidy, best=best, prunes=prunes),

@@ -195,6 +195,8 @@ def _run_steps(
         batches = iter(loader)
         batch = next(batches)
         metrics.restart()
+        if validation is not None and checkpoints.owes_validation:
+            checkpoints.save_if_due(before, validation_loss=validation.run(before))
         for step in range(before + 1, steps + 1):
             metrics.begin_step()
             vote.open()
@@ -212,9 +214,10 @@ def _run_steps(
                 metrics.log(step, lr=lr, busy_s=pipe.busy_s, loss_scale=pipe.loss_scale)
             signal_number = vote.close()
             profile(result)
+            is_validated = validation is not None and validation.is_due(step)
+            checkpoints.owes_validation = is_validated and signal_number != 0
             if signal_number:
                 break
-            is_validated = validation is not None and validation.is_due(step)
             loss = validation.run(step) if validation is not None and is_validated else math.nan
             with metrics.excluding():
                 checkpoints.save_if_due(step, validation_loss=loss)

@@ -155,7 +155,9 @@ class GenerationRun:
         loss = math.nan
         if step > self._known.validated:
             validation = self._validation
-            if validation is not None and validation.is_due(step) and not number:
+            is_due = validation is not None and (validation.is_due(step) or self._checkpoints.owes_validation)
+            self._checkpoints.owes_validation = is_due and number != 0
+            if validation is not None and is_due and not number:
                 loss = validation.run(step)
         with self._metrics.excluding():
             self._save_if_due(step, loss)
@@ -195,7 +197,7 @@ class GenerationRun:
         saved = checkpoints.saved
         if saved is not None and saved != self._known.saved:
             self._pipe.note_checkpoint(str(checkpoints.folder))
-        if step == self._known.first_step:
+        if step == self._known.first_step and math.isnan(loss):
             return
         newest = self._known.saved[0] if self._known.saved else 0
         newest = max(newest, self._known.first_step)

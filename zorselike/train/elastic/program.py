@@ -182,7 +182,9 @@ class ElasticRun:
         else:
             checkpoints = self._make_checkpoints(inner, ranks)
         if self.known.first_step < 0:
-            self.known = replace(self.known, first_step=pipe.num_steps, validated=pipe.num_steps, last=None)
+            step = pipe.num_steps
+            validated = step - 1 if checkpoints.owes_validation else step
+            self.known = replace(self.known, first_step=step, validated=validated, last=None)
         folder = Path(self.known.folder)
         if self.config.checkpoint.enable:
             checkpoints.claim(job=self.known.job)
