@@ -6,9 +6,12 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import debug_llama
 import pytest
@@ -21,6 +24,8 @@ from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder
 from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.read import read_manifest
+from zorselike.train.checkpoints import RunCheckpoints
+from zorselike.train.config.config import Checkpoint, Config, Job, Training
 
 LOSS = "loss_metrics/global_avg_loss"
 STEPS = ("--model.override", "num_layers=3", "--lr_scheduler.total_steps", "6", *SHORT)
@@ -238,6 +243,31 @@ def test_a_validation_before_which_a_signal_stopped_the_run_is_made_up_for(
     assert best["loss"] == pytest.approx(min(*validated, *before))
     ends, _ = run(run_ranks, tmp_path, *settings, steps=step + 2, number=2, plan=OTHER_PLAN)
     assert len(read_column(tmp_path / "2", "validation_metrics/loss")) == 1
+
+
+def test_a_best_that_is_not_saved_is_no_mark_for_those_after_it(tmp_path: Path) -> None:
+    """A step that was worse than it, and better than all that are saved, was not kept."""
+    settings = Checkpoint(enable=True, keep_best=True, interval=1000)
+    config = Config(job=Job(dump_folder=str(tmp_path)), checkpoint=settings, training=Training(steps=100))
+    saved: list[int] = []
+
+    def save(*_: Any, **__: Any) -> Any:
+        if pipe.num_steps == 2:
+            return None  # The one before is on its way.
+        saved.append(pipe.num_steps)
+        return SimpleNamespace(
+            step=pipe.num_steps, num_bytes=0, seconds=0, warnings=(), wait=str, finished=threading.Event()
+        )
+
+    pipe: Any = SimpleNamespace(num_steps=0, rank=0, save=save)
+    model: Any = SimpleNamespace(name="m", folder=None)
+    rows: Any = SimpleNamespace(fingerprint=str)
+    nothing: Any = None
+    checkpoints = RunCheckpoints(config, pipe, nothing, model, nothing, rows)
+    for step, loss in ((1, 4.0), (2, 1.0), (3, 2.0), (4, 3.0)):
+        pipe.num_steps = step
+        checkpoints.save_if_due(step, validation_loss=loss)
+    assert saved == [1, 3]
 
 
 @contextmanager

@@ -195,6 +195,7 @@ class RunCheckpoints:
             self._report()
         lowest = self._lowest.get("loss", float("inf"))
         is_best = self._settings.keep_best and validation_loss < lowest  # Not where it is nan.
+        before = self._lowest
         if is_best:
             self._lowest = {"step": step, "loss": validation_loss}
         if step == self._saved_step:
@@ -203,7 +204,8 @@ class RunCheckpoints:
         if step == self._config.training.steps:
             return  # `save_last` saves it, or the model alone.
         if is_best or is_owed or self.is_due(step):
-            self._begin(waits=self._settings.async_mode == "disabled")
+            if not self._begin(waits=self._settings.async_mode == "disabled") and is_best:
+                self._lowest = before  # What is not kept is no mark for those to come.
             if self._settings.async_mode == "disabled":
                 self._report()
 
@@ -244,8 +246,8 @@ class RunCheckpoints:
             return False
         return any(self._world.gather(self._exported_at(self._config.training.steps).is_dir()))
 
-    def _begin(self, *, waits: bool, prunes: bool = True) -> None:
-        """`prunes`: the new one is to stay, in place of an older one."""
+    def _begin(self, *, waits: bool, prunes: bool = True) -> bool:
+        """Whether a save has begun, alike on all ranks. `prunes`: it is to stay, in place of an older one."""
         step = self._pipe.num_steps
         best = self._lowest if self._lowest.get("step") == step else self._best
         path = self.folder / step_folder(step)
@@ -269,6 +271,7 @@ class RunCheckpoints:
             )
         else:
             self._on_its_way = save, best
+        return save is not None
 
     def _report(self, *, must_succeed: bool = False) -> None:
         """Waits for the save on its way, and says how it ended."""
