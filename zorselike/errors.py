@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """A recipe, a command-line flag or an argument of the public API is wrong."""
 
 
+class DataError(ConfigError):
+    """A data file holds what the model cannot take; where that is found in mid-run, no code is to blame."""
+
+
 class ClusterError(ValueError):
     """A cluster description, or the machines that came up, are wrong."""
 

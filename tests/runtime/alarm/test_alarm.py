@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankExit, RunRanks
 
-from zorselike.errors import ClusterError
+from zorselike.errors import ClusterError, DataError
 from zorselike.runtime.alarm import heartbeat as lifeline
 from zorselike.runtime.alarm.alarm import Alarm
 from zorselike.runtime.alarm.failure import (
@@ -176,6 +176,23 @@ def test_an_echo_is_not_taken_for_its_cause(run_ranks: RunRanks, tmp_path: Path)
     for rank in (0, 1, 3):
         assert exits[rank].last_line.startswith("zorselike: rank 2 failed first, in 3B1"), exits[rank]
         assert "Traceback" not in exits[rank].stderr
+
+
+def _read_wrong_data(rank: int, world_size: int, folder: str) -> None:
+    with Alarm(rank, world_size, _store(folder, world_size)):
+        if rank == 1:
+            raise DataError("x.bin: token 300 at 5 is not in the vocabulary")
+        time.sleep(3600)
+
+
+def test_wrong_data_end_all_with_one_line_as_where_they_are_refused_before(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """It was a traceback, and exit code 1."""
+    for end in run_ranks(_read_wrong_data, 3, str(tmp_path), allow_exit=True):
+        (line,) = end.stderr.strip().splitlines()
+        assert "rank 1 failed first, in start-up: DataError: x.bin: token 300 at 5 is not" in line
+        assert end.code == 2
 
 
 def _leave_at_different_times(rank: int, world_size: int, folder: str) -> float:

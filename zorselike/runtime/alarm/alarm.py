@@ -37,8 +37,8 @@ class Alarm:
     """Ends the processes of all ranks when one fails, is lost or falls silent; collective to make.
 
     The runtime says what it is about to do with `enter`, and `idle` when a step is over. On a
-    failure every rank prints one last line on standard error and ends with exit code 1 within
-    seconds:
+    failure every rank prints one last line on standard error and ends with exit code 1 (2 for wrong
+    data) within seconds:
 
         zorselike: rank 2 failed first, in 3B1 (ministage 3, microbatch 1, backward): \
 OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.

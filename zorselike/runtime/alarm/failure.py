@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zorselike.errors import DataError
 from zorselike.schedule.actions import Kind, parse_action
 from zorselike.text.wording import list_few
 
@@ -58,6 +59,8 @@ class Failure:
     is_echo: bool = False
     """Whether it reads like the consequence of another rank's end."""
     kind: FailureKind = "error"
+    exit_code: int = 1
+    """With which all ranks end."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,11 @@ def find_mismatch(present: Mapping[int, State]) -> Failure | None:
             )
             return Failure(rank, present[rank].place, reason, kind="mistake")
     return None
+
+
+def exit_code_of(error: BaseException | str) -> int:
+    """2 for what the user's data are to blame for, as for all that is refused before work starts; else 1."""
+    return 2 if isinstance(error, DataError) else 1
 
 
 def is_echo(reason: str) -> bool:

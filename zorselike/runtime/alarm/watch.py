@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zorselike.errors import DataError
 from zorselike.runtime.alarm.failure import (
     Failure,
     FailureKind,
     State,
+    exit_code_of,
     find_absent,
     find_mismatch,
     first_of,
@@ -35,7 +37,6 @@ START_UP = "start-up"
 PLACE_OF_ERROR = "zorselike_place"
 """Attribute of an error that says where it arose, if that is not what its rank is at."""
 
-_EXIT_CODE = 1
 _ECHO_WAIT_S = 1.0
 """How long an error that reads like the echo of another rank's end waits for its cause."""
 _DECISION_WAIT_S = 3.0
@@ -148,11 +149,16 @@ class Watch(threading.Thread):
         with self._lock:
             if self._own_failure is not None:
                 return
-            if isinstance(error, BaseException) and not is_printed:
+            says_all = is_printed or isinstance(error, DataError)
+            if isinstance(error, BaseException) and not says_all:
                 self._own_traceback = "".join(traceback.format_exception(error))
             reason = reason_of(error)
             self._own_failure = Failure(
-                self._rank, self._whereabouts.place_of(error), reason, is_echo(reason)
+                self._rank,
+                self._whereabouts.place_of(error),
+                reason,
+                is_echo(reason),
+                exit_code=exit_code_of(error),
             )
         self.wake()
 
@@ -380,7 +386,7 @@ class Watch(threading.Thread):
             for watched in self._watched.values():
                 watched.peer.link.flush()
             time.sleep(0.02)
-        os._exit(_EXIT_CODE)
+        os._exit(first.exit_code)
 
     def _say_last(self) -> None:
         """Before this rank goes from the others, which go on."""

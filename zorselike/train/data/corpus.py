@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from zorselike.errors import ConfigError
+from zorselike.errors import ConfigError, DataError
 from zorselike.train.data.rows import Row
 from zorselike.train.data.text_files import read_pieces
 from zorselike.train.data.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class Corpus:
     def __init__(
         self, files: Sequence[Path], *, dtype: str, seq_len: int, vocab_size: int, source: str
     ) -> None:
-        """`vocab_size` is the model's: a token that it lacks raises `ConfigError` when read."""
+        """`vocab_size` is the model's: a token that it lacks raises `DataError` when read."""
         self._settings: dict[str, Any] = {
             "dtype": dtype,
             "seq_len": seq_len,
@@ -80,7 +80,7 @@ class Corpus:
         """Equal for equal streams: their length, and tokens sampled all along them.
 
         Raises:
-            ConfigError: A sampled token is not in the model's vocabulary.
+            DataError: A sampled token is not in the model's vocabulary.
         """
         digest = hashlib.sha256(str(self.num_tokens).encode())
         last = max(self.num_tokens - _BLOCK_TOKENS, 0)
@@ -101,7 +101,7 @@ class Corpus:
             piece = self._parts[part][start - first : stop - first].astype(np.int64)
             if piece.max() >= self.vocab_size:
                 offender = int(piece.argmax())
-                raise ConfigError(
+                raise DataError(
                     f"{self._files[part]}: token {piece[offender]} at {start - first + offender} is not in "
                     f"the model's vocabulary of {self.vocab_size}; the file is of another tokenizer, or of "
                     "another [training] dataset_dtype"
