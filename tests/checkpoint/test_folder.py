@@ -61,6 +61,14 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
         find_newest(tmp_path / "step-00000001")
 
 
+def test_a_folder_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    """It was `manifest.json: is missing`, whether the folder was there or not."""
+    with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
+        read_manifest(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is missing, so .* is no complete checkpoint"):
+        read_manifest(tmp_path)
+
+
 def test_those_that_are_not_complete_are_passed_over_and_named(folder: Path) -> None:
     (folder / step_folder(50) / MANIFEST).unlink()
     file = next((folder / step_folder(40)).glob("optim/*"))

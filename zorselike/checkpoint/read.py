@@ -26,6 +26,8 @@ def read_manifest(root: Path) -> Manifest:
     try:
         return Manifest.from_text(path.read_bytes().decode())
     except FileNotFoundError:
+        if not root.exists():
+            raise CheckpointError(f"{root}: there is no such folder") from None
         raise CheckpointError(f"{path}: is missing, so {root} is no complete checkpoint") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is damaged: byte {error.start} is not text") from None
