@@ -65,7 +65,7 @@ def test_a_folder_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     """It was `manifest.json: is missing`, whether the folder was there or not."""
     with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
         read_manifest(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is missing, so .* is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is missing, so .* is no complete checkpoint"):
         read_manifest(tmp_path)
 
 
