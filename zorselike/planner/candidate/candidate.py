@@ -18,6 +18,23 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class DealtRows:
+    """Who of a group computes which microbatches, as tables of what they take are kept by it."""
+
+    devices: tuple[int, ...]
+    sizes: tuple[Sizes, ...]
+    degrees: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: a search asks for it again and again, and some have thousands of devices."""
+        return hash((self.devices, self.sizes, self.degrees))
+
+
+@dataclass(frozen=True)
 class CandidateGroup:
     """One group."""
 
@@ -58,8 +75,11 @@ class CandidateGroup:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept: a search asks for it again and again, and some have thousands of devices."""
-        return hash((self.devices, self.mode, self.sizes, self.max_in_flight, self.degrees))
+        return hash((self.dealt, self.mode, self.max_in_flight))
+
+    @cached_property
+    def dealt(self) -> DealtRows:
+        return DealtRows(self.devices, self.sizes, self.degrees)
 
     def held_sizes(self, position: int, num_ministages: int) -> Sizes:
         """The microbatches of a replica whose activations it holds at once, of each of its ministages."""

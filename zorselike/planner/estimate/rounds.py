@@ -25,11 +25,13 @@ from zorselike.schedule.orders.regular import order_computations
 
 MOST_KEPT = 4096
 """Orders that are remembered."""
+_FEW = 64
 _ROUND_OFF = 1e-9
 
 
-def _find_needs(rows: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNeeds:
-    """From the rows of the rounds of each group."""
+@lru_cache(_FEW)
+def _find_needs(rows: tuple[tuple[int, ...], ...], owners: tuple[int, ...]) -> StageNeeds:
+    """From the rows of the rounds of each group; bounds are found from them and then orders."""
     ends = [np.cumsum(own) for own in rows]
 
     def between(a: int, b: int) -> Needs:
@@ -179,7 +181,7 @@ def find_full(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
         rows: of each group's rounds.
     """
     full = [1]
-    for needs in reversed(_find_needs(rows, range(len(rows))).between):
+    for needs in reversed(_find_needs(rows, tuple(range(len(rows)))).between):
         # Before its `m`th backward, which waits for `awaited` of the group behind it, that one goes forward
         # with as many more as it has in flight; the rows of these must not be those that went last.
         last, behind = len(needs.forward) - 1, full[-1]
@@ -196,7 +198,7 @@ def find_full(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 def find_order(pipeline: Pipeline) -> Order:
     """The order of `order_in_flight`, all groups in one list; bounds that no step could keep are raised."""
     rounds, owners, lowest, transfer_passes = pipeline
-    needs = _find_needs([own.rows for own in rounds], owners)
+    needs = _find_needs(tuple(own.rows for own in rounds), owners)
     least = needs.find_least(_list_owned(owners), lowest)
     passes = [rounds[g].backward_passes if i >= lowest else 0 for i, g in enumerate(owners)]
     sizes = [own.most_rows for own in rounds]

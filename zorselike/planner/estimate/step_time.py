@@ -158,7 +158,7 @@ class StepTimeEstimate:
 
     def group_seconds(self, group: CandidateGroup) -> Mapping[str, tuple[float, float]]:
         """By key of a layer: forward and backward of all rows through one, on the group's slowest replica."""
-        cache_key = (group.devices, group.sizes, group.mode.recompute, group.degrees)
+        cache_key = (group.dealt, group.mode.recompute)
         if cache_key not in self._computed:
             computers = list_computers(group, self._problem)
             # Replicas with work, those that are alike once.
@@ -305,7 +305,7 @@ class StepTimeEstimate:
 
     def copied_s(self, group: CandidateGroup, key: str) -> float:
         """What copies from the host take for one layer in a step, which computation hides at best."""
-        wanted = (group.devices, group.sizes, group.mode, key, group.degrees)
+        wanted = (group.dealt, group.mode, key)
         if wanted not in self._copied:
             load_s, state_s, stash_s = self._copies(group, {key: 1})
             loads = 2 if group.mode.zero in (2, 3) else 1  # For the forward, and again for the backward.
@@ -347,7 +347,7 @@ class StepTimeEstimate:
     def _delay_s(self, source: CandidateGroup, target: CandidateGroup, devices: tuple[int, ...]) -> float:
         """By how much all rows of a step, for each byte of one, delay collectives of some devices at most:
         their time on the wire where they do, times the share of it that these would use alone."""
-        wanted = (source.firsts, source.sizes, target.firsts, target.sizes, devices)
+        wanted = (source.dealt, target.dealt, devices)
         if wanted not in self._delays:
             used = self._find_used(devices)
             rows: defaultdict[int, float] = defaultdict(float)
@@ -372,7 +372,7 @@ class StepTimeEstimate:
 
     def send_s(self, source: CandidateGroup, target: CandidateGroup, row_bytes: int) -> float:
         """All rows of a step from one group to another, every sender's rows evenly to all receivers."""
-        wanted = (source.firsts, source.sizes, target.firsts, target.sizes, row_bytes)
+        wanted = (source.dealt, target.dealt, row_bytes)
         if wanted not in self._sends:
             self._sends[wanted] = self._find_send_s(source, target, row_bytes)
         return self._sends[wanted]

@@ -154,11 +154,12 @@ def _mix_rounds(
     same come again for each group of as many alike."""
     costs = np.array(costs_s)
     rows = np.array([own for _, own in rounds])
-    most = int(rows[-1])
+    fewest, most = int(rows[0]), int(rows[-1])
     least = np.zeros(most + num_rows + 1)
     """Seconds for 0, 1, ... rows, from position `most` on; fewer than none take nothing."""
-    for n in range(most + 1, most + num_rows + 1):
-        least[n] = (costs + least[n - rows]).min()
+    for first in range(most + 1, len(least), fewest):  # What these wait for comes before all of them.
+        own = np.arange(first, min(first + fewest, len(least)))
+        least[own] = (costs + least[own[:, None] - rows]).min(axis=1)
     times: list[float] = []
     left = num_rows
     while left > 0:
