@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -71,8 +70,7 @@ HOST_COPIES = frozenset(
 """Copies between device and host, which no other rank takes part in."""
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One entry of a rank's list.
 
     `microbatch` counts the rank's microbatches in the order of the plan; a number past the rank's
@@ -89,7 +87,7 @@ class Action:
     stop: int | None = None
     positions: tuple[int, int] | None = None
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The one-line form, read back by `parse_action`."""
         ministage = "" if self.ministage is None else self.ministage

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -84,7 +83,7 @@ def _shift_rows(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
     action = lists[rank][position]
     assert action.start is not None and action.stop is not None
     start, stop = rng.choice(((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1)))
-    lists[rank][position] = replace(action, start=action.start + start, stop=action.stop + stop)
+    lists[rank][position] = action._replace(start=action.start + start, stop=action.stop + stop)
     return f"made {action} of rank {rank} {lists[rank][position]}"
 
 
@@ -95,7 +94,7 @@ def _redirect(rng: random.Random, plan: Plan, lists: Lists) -> str | None:
     rank, position = rng.choice(places)
     action = lists[rank][position]
     peers = sorted({*range(plan.num_ranks + 1)} - {action.peer})
-    lists[rank][position] = replace(action, peer=rng.choice(peers))
+    lists[rank][position] = action._replace(peer=rng.choice(peers))
     return f"made {action} of rank {rank} {lists[rank][position]}"
 
 
@@ -132,7 +131,7 @@ def _shorten_both_ends(rng: random.Random, plan: Plan, lists: Lists) -> str | No
     for rank, position in (ends[:2], ends[2:]):
         action = lists[rank][position]
         assert action.stop is not None
-        lists[rank][position] = replace(action, stop=action.stop - 1)
+        lists[rank][position] = action._replace(stop=action.stop - 1)
     return f"left out the last row of a transfer from rank {ends[0]} to rank {ends[2]}"
 
 
@@ -155,7 +154,7 @@ def _shift_positions(rng: random.Random, plan: Plan, lists: Lists) -> str | None
         action = lists[rank][position]
         assert action.positions is not None
         first, last = (p + by for p, by in zip(action.positions, shift, strict=True))
-        lists[rank][position] = replace(action, positions=(first, last))
+        lists[rank][position] = action._replace(positions=(first, last))
     return f"shifted the positions of a transfer from rank {ends[0]} to rank {ends[2]} by {shift}"
 
 
@@ -167,7 +166,7 @@ def _forget_positions(rng: random.Random, plan: Plan, lists: Lists) -> str | Non
     told = lists[ends[0]][ends[1]].positions
     for rank, position in (ends[:2], ends[2:]):
         positions = (0, plan.sequence_length or 8) if told is None else None
-        lists[rank][position] = replace(lists[rank][position], positions=positions)
+        lists[rank][position] = lists[rank][position]._replace(positions=positions)
     return f"made a transfer from rank {ends[0]} to rank {ends[2]} one of all positions"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from zorselike.plan.plan import Plan
 from zorselike.schedule.actions import COMPUTE, TRANSFERS, Action, Kind, parse_action
@@ -40,7 +39,7 @@ def to_torch_csv(plan: Plan, actions: Mapping[int, Sequence[Action]]) -> str:
     writer = csv.writer(file)
     for rank in sorted(actions):
         known = (action for action in actions[rank] if action.kind in _KNOWN_TO_TORCH)
-        writer.writerow([replace(action, peer=None, start=None, stop=None).text for action in known])
+        writer.writerow([action._replace(peer=None, start=None, stop=None).text for action in known])
     return file.getvalue()
 
 
@@ -137,4 +136,4 @@ def _complete(plan: Plan, rank: int, transfer: Action) -> Action:
     assert transfer.ministage is not None and transfer.microbatch is not None
     (peer,) = plan.group_of(transfer.ministage + _direction(transfer.kind)).flat_ranks
     rows = plan.microbatches_of_rank(rank)[transfer.microbatch]
-    return replace(transfer, peer=peer, start=rows.start, stop=rows.stop)
+    return transfer._replace(peer=peer, start=rows.start, stop=rows.stop)
