@@ -15,6 +15,8 @@ from zorselike.schedule.orders.nominal_time import (
     StageNeeds,
     make_stages,
     run_in_nominal_time,
+    run_one_each,
+    run_several,
 )
 from zorselike.schedule.orders.regular import order_computations
 
@@ -32,14 +34,18 @@ def make_needs(sizes: Sequence[Sequence[int]], owners: Sequence[int]) -> StageNe
 
 
 def make(
-    sizes: Sequence[Sequence[int]], owners: Sequence[int] | None = None, lowest: int = 0
+    sizes: Sequence[Sequence[int]],
+    owners: Sequence[int] | None = None,
+    lowest: int = 0,
+    transfer_passes: int = 0,
 ) -> tuple[list[Stage], StageNeeds, list[int]]:
     """Stages, what they wait for, and the least bounds."""
     owners = range(len(sizes)) if owners is None else owners
     needs = make_needs(sizes, owners)
     passes = [2 if i >= lowest else 0 for i in range(len(owners))]
     owned = [[i for i, owner in enumerate(owners) if owner == g] for g in range(len(sizes))]
-    return make_stages(owners, sizes, passes, needs), needs, list(needs.find_least(owned, lowest))
+    stages = make_stages(owners, sizes, passes, needs, transfer_passes=transfer_passes)
+    return stages, needs, list(needs.find_least(owned, lowest))
 
 
 def measure(computations: Sequence[Computation], stages: Sequence[Stage]) -> int:
@@ -89,8 +95,8 @@ def test_where_it_would_take_longer_what_can_start_first_does() -> None:
     assert found == run_in_nominal_time(make(sizes)[0], needs, bounds)
 
 
-@given(st.integers(1, 4), st.randoms(use_true_random=False))
-def test_it_never_takes_longer_nor_holds_more(num_groups: int, rng: random.Random) -> None:
+def draw_sizes(num_groups: int, rng: random.Random) -> list[list[int]]:
+    """Microbatches of groups, of 24 rows together."""
     sizes = []
     for _ in range(num_groups):
         whole = rng.choice((1, 2, 3, 4, 6))
@@ -99,6 +105,24 @@ def test_it_never_takes_longer_nor_holds_more(num_groups: int, rng: random.Rando
             own = [1, 2, *own[: (24 - 3) // whole]]
             own.append(24 - sum(own))
         sizes.append([rows for rows in own if rows])
+    return sizes
+
+
+@given(st.integers(1, 5), st.randoms(use_true_random=False))
+def test_one_ministage_a_group_is_ordered_as_several_are(num_groups: int, rng: random.Random) -> None:
+    sizes, owners = draw_sizes(num_groups, rng), rng.sample(range(num_groups), num_groups)
+    lowest, transfer_passes = rng.choice((0, 0, num_groups // 2)), rng.choice((0, 0, 1, 3))
+    stages, needs, least = make(sizes, owners, lowest, transfer_passes)
+    bounds = [rng.choice((None, own, own + 1, own + 3)) for own in least]
+    found = run_one_each(stages, bounds)
+    others, *_ = make(sizes, owners, lowest, transfer_passes)
+    assert found == run_several(others, needs, bounds)
+    assert [own.ends for own in stages] == [own.ends for own in others]
+
+
+@given(st.integers(1, 4), st.randoms(use_true_random=False))
+def test_it_never_takes_longer_nor_holds_more(num_groups: int, rng: random.Random) -> None:
+    sizes = draw_sizes(num_groups, rng)
     owners = list(range(num_groups)) + [rng.randrange(num_groups)] * rng.randrange(2)
     if len(owners) > 1 and owners[-1] == owners[-2]:
         del owners[-1]

@@ -188,6 +188,67 @@ def make_stages(
 def run_in_nominal_time(stages: Sequence[Stage], needs: StageNeeds, bounds: Sequence[int | None]) -> Ordered:
     """All groups side by side: each does what can start first, and does it to its end. `bounds` of each group
     let a step end (`StageNeeds.find_least`)."""
+    run = run_one_each(stages, bounds) if len(stages) == len(bounds) else run_several(stages, needs, bounds)
+    assert len(run.computations) == sum(len(times) for stage in stages for times in stage.times), (
+        "bounds were checked before"
+    )
+    return run
+
+
+def run_one_each(stages: Sequence[Stage], bounds: Sequence[int | None]) -> Ordered:
+    """Where each group has one ministage, in half the time. What it holds is what goes backward next, so that
+    below its bound there is room."""
+    computations: list[Computation] = []
+    free_at, num_held, most_held = [0] * len(stages), [0] * len(stages), [0] * len(bounds)
+    limits = [math.inf if bound is None else bound for bound in bounds]
+    # Once for all: this is asked for twice a computation.
+    of_stage = [
+        (own.ends, len(own.times[0]), len(own.times[1]), own.needs, own.sent, own.delay, limits[own.group])
+        for own in stages
+    ]
+
+    def find_next(s: int) -> tuple[float, bool, int]:
+        """As `_Due`, without what it did last."""
+        ends, num_back, num_forth, (later, earlier), (later_ends, earlier_ends), delay, limit = of_stage[s]
+        m, n, free = len(ends[0]), len(ends[1]), free_at[s]
+        start = math.inf
+        if m < n and m < num_back:
+            if later is None:
+                return free, False, -s
+            if later[m] < len(later_ends):
+                start = later_ends[later[m]] + delay
+                if start <= free:
+                    return free, False, -s
+        if n < num_forth and (num_held[s] < limit or not num_back):
+            if earlier is None:
+                return (free, True, -s) if free < start else (start, False, -s)
+            if earlier[n] < len(earlier_ends):
+                first = max(free, earlier_ends[earlier[n]] + delay)
+                if first < start:
+                    return first, True, -s
+        return start, False, -s
+
+    upcoming = [find_next(s) for s in range(len(stages))]
+    while (due := min(upcoming))[0] < math.inf:
+        start, is_forward, from_end = due
+        s = -from_end
+        stage = stages[s]
+        ends = stage.ends[is_forward]
+        computations.append(Computation(s, is_forward, len(ends)))
+        free_at[s] = int(start) + stage.times[is_forward][len(ends)]
+        ends.append(free_at[s])
+        if stage.times[0]:
+            num_held[s] += 1 if is_forward else -1
+            most_held[stage.group] = max(most_held[stage.group], num_held[s])
+        upcoming[s] = find_next(s)
+        receiver = s + 1 if is_forward else s - 1
+        if 0 <= receiver < len(stages):
+            upcoming[receiver] = find_next(receiver)
+    return Ordered(computations, tuple(most_held), max(free_at))
+
+
+def run_several(stages: Sequence[Stage], needs: StageNeeds, bounds: Sequence[int | None]) -> Ordered:
+    """Whatever number of ministages each group has."""
     groups = [_make_group(g, bound, stages, needs) for g, bound in enumerate(bounds)]
     computations: list[Computation] = []
     upcoming = [_find_next(group, 0) for group in groups]
@@ -217,9 +278,6 @@ def run_in_nominal_time(stages: Sequence[Stage], needs: StageNeeds, bounds: Sequ
         if 0 <= receiver <= final and stages[receiver].group != g:
             h = stages[receiver].group
             upcoming[h] = _find_next(groups[h], num_last)
-    assert len(computations) == sum(len(times) for stage in stages for times in stage.times), (
-        "bounds were checked before"
-    )
     return Ordered(
         computations, tuple(group.most_held for group in groups), max(group.free_at for group in groups)
     )
