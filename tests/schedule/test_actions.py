@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +8,12 @@ from zorselike.schedule import Action, Kind, format_actions, parse_action, parse
 
 _numbers = st.integers(0, 10**6)
 _optional = st.none() | _numbers
-_plain = st.builds(Action, st.sampled_from(list(Kind)), _optional, _optional)
-_rows = (_numbers, _numbers, _numbers)
-_with_rows = st.builds(Action, st.sampled_from(list(Kind)), _optional, _optional, *_rows)
-_with_positions = st.builds(replace, _with_rows, positions=st.tuples(_numbers, _numbers))
-_actions = _plain | _with_rows | _with_positions
+_plain = (st.sampled_from(list(Kind)), _optional, _optional)
+_with_rows = (*_plain, _numbers, _numbers, _numbers)
+_actions = st.one_of(
+    st.tuples(*fields).map(lambda fields: Action(*fields))
+    for fields in (_plain, _with_rows, (*_with_rows, st.tuples(_numbers, _numbers)))
+)
 
 
 @given(_actions)
