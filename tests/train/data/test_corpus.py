@@ -255,13 +255,15 @@ def test_a_folder_that_cannot_be_read_is_not_passed_over(
     scan = os.scandir
 
     def scan_open(path: str) -> object:
-        if Path(path).name == "closed":
+        if Path(path).name in ("closed", "lost+found"):
             raise PermissionError(13, "Permission denied", path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scan_open)
     with pytest.raises(ConfigError, match=r"/closed cannot be read: Permission denied$"):
         list_files(str(tmp_path))
+    (tmp_path / "closed").rename(tmp_path / "lost+found")
+    assert list_files(str(tmp_path)) == [tmp_path / "a.txt"]
 
 
 def make_tokenizer(folder: Path, *, eos: object = "<end>") -> Path:

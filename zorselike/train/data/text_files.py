@@ -22,6 +22,9 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test
 _PIECE_BYTES = 16 * 2**20
 """Large files are read and tokenized in pieces of about this size, cut at line ends."""
 
+_OF_THE_DISK = "lost+found"
+"""A folder at the top of each ext disk, which root alone can read."""
+
 _UNKNOWN = "\ufffd"
 """What stands for bytes that are no characters."""
 
@@ -77,7 +80,9 @@ def _walk(path: Path, outputs: Path | None) -> Iterator[Path]:
 
     left_out = None if outputs is None else outputs.resolve()
     for folder, inner, names in os.walk(path, onerror=refuse):
-        inner[:] = [name for name in inner if Path(folder, name).resolve() != left_out]
+        inner[:] = [
+            name for name in inner if name != _OF_THE_DISK and Path(folder, name).resolve() != left_out
+        ]
         yield from (Path(folder, name) for name in names)
 
 
