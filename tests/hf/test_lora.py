@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_families
+import numpy as np
 import pytest
 import torch
 from ranks import RunRanks
@@ -16,7 +17,7 @@ from ranks import RunRanks
 from zorselike import initialize, list_modules
 from zorselike.errors import ConfigError
 from zorselike.hf.adapters import check_same_adapters
-from zorselike.hf.lora import Lora, add_lora, is_adapter, lora_layers
+from zorselike.hf.lora import Lora, add_lora, describe_adapter, is_adapter, lora_layers
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
 
@@ -85,9 +86,9 @@ def test_targets_that_are_no_linear_layers_are_refused(
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"rank": "x"}, "rank is x; it is a whole number"),
-        ({"rank": 2, "alpha": "x"}, "alpha is x; it is finite"),
-        ({"rank": 2, "dropout": "x"}, "dropout is x; it is at least 0"),
+        ({"rank": "x"}, "rank is 'x'; it is a whole number"),
+        ({"rank": 2, "alpha": "x"}, "alpha is 'x'; it is a finite number"),
+        ({"rank": 2, "dropout": "x"}, "dropout is 'x'; it is a number"),
         ({"rank": 2, "target_modules": "q_proj"}, "target_modules is 'q_proj'; it is names of linear layers"),
         ({"rank": 2, "target_modules": (3,)}, "target_modules is .*; it is names of linear layers"),
     ],
@@ -156,6 +157,14 @@ def test_layers_of_two_kinds_are_refused() -> None:
         model = hf_families.make_model("gpt2", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"c_proj' is transposed and that of 'lm_head' is not"):
         add_lora(model, Lora(rank=2, target_modules=("attn.c_proj", "lm_head")))
+
+
+def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
+    """Such as those of a sweep: a checkpoint's description of the adapter is JSON, which has none of them."""
+    model = make_model("llama")
+    add_lora(model, Lora(np.int64(2), alpha=np.float32(4.5), dropout=np.float32(0.5)))
+    described = json.loads(json.dumps(describe_adapter(model, tmp_path)))
+    assert (described["r"], described["lora_alpha"], described["lora_dropout"]) == (2, 4.5, 0.5)
 
 
 def test_alpha_is_what_was_asked_for(tmp_path: Path) -> None:

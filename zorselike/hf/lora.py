@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,16 +43,16 @@ class Lora:
     those that `peft` does not tell from experts."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not isinstance(self.rank, Integral) or self.rank < 1:
             raise ConfigError(
-                f"lora: rank is {self.rank}; it is a whole number, at least 1 (8 and 16 are usual)"
+                f"lora: rank is {self.rank!r}; it is a whole number, at least 1 (8 and 16 are usual)"
             )
         if self.alpha is not None and not (isinstance(self.alpha, Real) and 0 < self.alpha < math.inf):
             raise ConfigError(
-                f"lora: alpha is {self.alpha}; it is finite and above 0 (twice the rank is usual)"
+                f"lora: alpha is {self.alpha!r}; it is a finite number above 0 (twice the rank is usual)"
             )
         if not (isinstance(self.dropout, Real) and 0 <= self.dropout < 1):
-            raise ConfigError(f"lora: dropout is {self.dropout}; it is at least 0 and below 1")
+            raise ConfigError(f"lora: dropout is {self.dropout!r}; it is a number, at least 0 and below 1")
         targets = self.target_modules
         if not isinstance(targets, tuple | list) or not all(isinstance(name, str) for name in targets):
             raise ConfigError(
@@ -123,9 +123,9 @@ def peft_config(model: nn.Module, lora: Lora) -> Any:
     alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
     make = partial(
         _import_peft().LoraConfig,
-        r=lora.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        lora_dropout=lora.dropout,
+        r=int(lora.rank),  # Of numpy's numbers JSON knows nothing.
+        lora_alpha=int(alpha) if alpha == int(alpha) else float(alpha),
+        lora_dropout=float(lora.dropout),
         fan_in_fan_out=any(_is_transposed(layer) for layer in linear.values()),
         task_type="CAUSAL_LM",
     )
