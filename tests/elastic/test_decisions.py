@@ -35,7 +35,7 @@ from zorselike.elastic.deciding.same_groups import (
     without_ranks,
 )
 from zorselike.elastic.mirror_rules import choose_interval
-from zorselike.errors import PlanError
+from zorselike.errors import ClusterError, PlanError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.simulator.mirrors import assign_mirrors
 
@@ -409,3 +409,34 @@ def test_who_leads_after_the_founder_is_lost_before_the_first_generation_begins_
     ranks, decision = decided
     assert set(ranks) == {member.id for member in left}
     assert Plan.parse(decision["plan"]).num_ranks == plan.num_ranks - 1
+
+
+def test_who_comes_and_refuses_every_plan_waits() -> None:
+    """Such as one that cannot build the model: it ended the job of those who ran."""
+    plan = next(plan for plan in map(make_plan, range(100)) if plan.num_ranks > 2)
+    founders = [make_member(number) for number in range(plan.num_ranks)]
+    (*left, lost), comes = founders, make_member(plan.num_ranks)
+    ids = tuple(member.id for member in founders)
+    offers: dict[str, Any] = {id: {"holds": [[1, 3, rank, len(ids)]]} for rank, id in enumerate(ids)}
+    offers[ids[0]]["holds"] += offers.pop(lost.id)["holds"]
+    offers[comes.id] = {}
+
+    def decide(reason: str, members: list[Member], refusing: tuple[str, ...], count: int) -> Any:
+        leader = Leader(plan)
+        begun = {"base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}, "exhausted": {}}
+        leader.note(Generation(1, tuple(founders), (), ids, "", 0, "start", begun, None))
+        arrived = tuple(member for member in members if member is comes)
+        gone = () if reason == "arrival" else (lost,)
+        request = Request(reason, tuple(members), gone, (), arrived, {}, offers, ("no",) * count)  # type: ignore[arg-type]
+        return leader.decide(replace(request, refusing=(refusing,) * count))
+
+    for count in range(3):
+        assert comes.id in decide("loss", [*left, comes], (comes.id,), count)[0]
+    ranks, decision = decide("loss", [*left, comes], (comes.id,), 3)
+    alone = decide("loss", left, (), 0)
+    assert (ranks, decision["plan"]) == (alone[0], alone[1]["plan"])
+    with pytest.raises(ClusterError, match="members refuse every plan for who is left: no"):
+        decide("loss", [*left, comes], (ids[0], comes.id), 3)
+    assert decide("arrival", [*left, comes], (comes.id,), 2) is not None
+    for refusing in ((comes.id,), (ids[0], comes.id)):
+        assert decide("arrival", [*left, comes], refusing, 3) is None

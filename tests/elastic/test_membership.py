@@ -307,7 +307,7 @@ def test_refused_decisions_are_made_again_and_in_the_end_given_up(refusing: tupl
     asked = []
 
     def decide(process: Process, ask: e.AskDecision) -> e.Event:
-        asked.append(ask.request.refused)
+        asked.append(ask.request)
         return decide_all(process, ask)
 
     job = start(2, decide=decide)
@@ -321,8 +321,9 @@ def test_refused_decisions_are_made_again_and_in_the_end_given_up(refusing: tupl
     job.tell(job.processes["m0"], e.Change())
     job.run(30)
     assert list(job.ran) == [1] and runs_with(job, "m0", "m1")  # It may as well stay as it is.
-    assert [len(refused) for refused in asked] == list(range(job.settings.num_attempts))
-    assert "no room" in asked[-1][0]
+    assert [len(request.refused) for request in asked] == list(range(job.settings.num_attempts))
+    assert "no room" in asked[-1].refused[0]
+    assert [{*ids} for ids in asked[-1].refusing] == [{*refusing}] * len(asked[-1].refused)
     job.arrive("m0")
     job.tell(job.processes["m1"], e.Failed("it broke", 3))
     job.run(60)

@@ -95,6 +95,8 @@ class Request:
     """By id, of all who live, the leaving and the arrived among them."""
     refused: tuple[str, ...]
     """Why members refused earlier decisions of this meeting."""
+    refusing: tuple[tuple[str, ...], ...] = ()
+    """Ids of those who did, of each decision."""
 
 
 class Worker(Protocol):

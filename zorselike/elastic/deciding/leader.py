@@ -99,7 +99,11 @@ class Leader:
             "arrival",
             "change",
         )
-        situation = self._describe(self._list_members(request), request.refused)
+        if is_planned and not request.leaving and len(request.refused) >= _NUM_TRIES:
+            self.wanted = None
+            logger.warning("elastic: all go on as before, as a change was refused: %s", request.refused[-1])
+            return None
+        situation = self._describe(*self._list_members(request))
         short = [id for id, error in request.failed.items() if is_out_of_memory(error)]
         try:
             situation = self._note_exhausted(situation, short)
@@ -134,10 +138,19 @@ class Leader:
         }
         return placement.ids, decision
 
-    def _list_members(self, request: Request) -> list[Member]:
-        """All who stay, in the order of joining."""
+    def _list_members(self, request: Request) -> tuple[list[Member], Sequence[str]]:
+        """All who stay, in the order of joining, and what was refused; but for who has come and has refused
+        plans too often that those who run did not: they wait, and what they refused counts no more."""
         stay = [member for member in request.members if member not in request.leaving]
-        return sorted(stay, key=lambda member: member.number)
+        refused, refusing = request.refused, request.refusing
+        while len(refusing) >= _NUM_TRIES and self.ranks:
+            waiting = {id for ids in refusing[:_NUM_TRIES] if not {*ids} & {*self.ranks} for id in ids}
+            if not waiting:
+                break
+            logger.warning("elastic: who has come waits as a spare: %s", refused[_NUM_TRIES - 1])
+            stay = [member for member in stay if member.id not in waiting]
+            refused, refusing = refused[_NUM_TRIES:], refusing[_NUM_TRIES:]
+        return sorted(stay, key=lambda member: member.number), refused
 
     def _describe(self, members: Sequence[Member], refused: Sequence[str]) -> Situation:
         base = self.wanted or self.base

@@ -33,6 +33,7 @@ class Leading:
         self._staying: tuple[Member, ...] = ()
         self._expelled: list[Member] = []
         self._refused: list[str] = []
+        self._refusing: list[tuple[str, ...]] = []
         self._attempt = 0
         self._step = -1
         self._store = ("", 0)
@@ -188,7 +189,7 @@ class Leading:
         machine.leader = machine.me.id
         machine.seen += 1
         self.stage = "meet"
-        self._votes, self._refused, self._attempt = {}, [], 0
+        self._votes, self._refused, self._refusing, self._attempt = {}, [], [], 0
         people = self._list_people()
         if self.num_founding and len(people) < self.num_founding:
             self.stage = ""
@@ -371,6 +372,7 @@ class Leading:
             failed={vote.id: vote.failed for vote in self._votes.values() if vote.failed},
             offers={id: vote.offer for id, vote in self._votes.items()},
             refused=tuple(self._refused),
+            refusing=tuple(self._refusing),
         )
         self._request = replace(request, reason=self._find_reason(request, round.meet.urgent))
         machine.do(e.AskDecision(machine.promised[0], self._attempt, self._request))
@@ -415,6 +417,7 @@ class Leading:
             first, *others = results.refused
             also = f" (and {len(others)} others refuse it)" if others else ""
             self._refused.append(f"{describe(machine.find(first.id))}: {first.text}{also}")
+            self._refusing.append(tuple(one.id for one in results.refused))
             self._attempt += 1
             if self._attempt < machine.settings.num_attempts:
                 self._decide()
