@@ -114,17 +114,19 @@ def make_running(
 
 
 @pytest.mark.parametrize(("source", "checkpoint"), [([2, 7], None), (None, "step-7"), (None, None)])
-def test_who_comes_to_others_and_fails_twice_before_it_has_a_part_ends_alone(
+def test_who_comes_to_others_and_fails_twice_before_it_has_done_a_step_ends_alone(
     source: list[int] | None, checkpoint: str | None
 ) -> None:
     """It ended the job of those who had trained until then."""
     worker, told = make_worker(), list[tuple[str, bool]]()
     me = make_member("127.0.0.1", 1, "here", 0, "cpu", 0)
     worker.control = NotingControl(told=told)
-    worker.enter(make_running(me, source=source, checkpoint=checkpoint))
+    running = make_running(me, source=source, checkpoint=checkpoint)
+    worker.enter(running)
     for _ in range(2):
         worker.fail(torch.OutOfMemoryError("of the device"))  # Another plan may need less.
     worker.fail(RuntimeError("no such device"))
+    worker.begin(running)  # Nor is it different in its first step.
     if source or checkpoint:
         with pytest.raises(ClusterError, match=r"failed twice before .* without it: RuntimeError: no such"):
             worker.fail(RuntimeError("no such device"))
@@ -142,6 +144,7 @@ def test_what_all_fail_by_until_who_has_come_has_ended_does_not_count() -> None:
     alone = make_running(me, source=[2, 7])
     worker.enter(alone)
     worker.begin(alone)
+    worker.note_step(alone)
     for other in ("first", "second"):
         worker.enter(make_running(me, other, source=[2, 7]))
         for _ in range(3):

@@ -31,7 +31,7 @@ logger = logging.getLogger("zorselike")
 _DROPPED_WITHIN_S = 10.0
 """So long a process that ends waits for what remains of earlier generations to be dropped."""
 _TRIES = 2
-"""So often who comes may fail before it has a part in the job."""
+"""So often who comes may fail before it has done a step of the job."""
 
 
 class ElasticWorker:
@@ -53,11 +53,11 @@ class ElasticWorker:
         self._saving: Save | None = None
         """On its way there, or elsewhere."""
         self._has_begun = False
-        """Whether it has been a rank of a generation that ran."""
+        """Whether it has done a step, or has been a rank before anybody had."""
         self._blamed: Counter[str] = Counter()
         """By id: how many failures may have been due to who has come; enough, where it has trained."""
         self._failed_as: str | None = None
-        """How it has failed before that, where others have trained already."""
+        """How it has failed before that."""
         self._lock = threading.Lock()
         self._over = -1
         """The last generation that has ended."""
@@ -154,7 +154,7 @@ class ElasticWorker:
     def begin(self, running: Running) -> None:
         """A generation runs: who leads has plans looked for, and a spare gets ready for what may follow."""
         generation, id = running.generation, self.control.id
-        self._has_begun |= running.rank is not None
+        self._has_begun |= running.rank is not None and not self._has_trained(generation)
         self._blamed.update(dict.fromkeys(generation.ranks, _TRIES))
         if generation.after_step is not None and self._stepped_s is not None:
             self.leader.switch_s = time.monotonic() - self._stepped_s
@@ -170,22 +170,21 @@ class ElasticWorker:
         who then fails as well.
 
         Raises:
-            ClusterError: It has come to others who train, and fails again before it has a part in that.
+            ClusterError: It has come to others who train, and fails again before it has done a step.
         """
         reason = f"{type(error).__name__}: {error}"
         may_recur = is_out_of_memory(reason)
         assert self.running is not None
         generation = self.running.generation
-        have_trained = self.source_of(generation) is not None or generation.decision["checkpoint"] is not None
         if self._has_begun:
             arrived = [id for id in generation.ranks if self._blamed[id] < _TRIES]
             self._blamed.update(arrived)
             may_recur |= bool(arrived)
-        elif have_trained and not may_recur:
+        elif self._has_trained(generation) and not may_recur:
             if self._failed_as == reason:
                 raise ClusterError(
-                    f"this process has failed twice before it had a part in its job, which goes on without "
-                    f"it: {reason}"
+                    f"this process has failed twice before it had done a step of its job, which goes on "
+                    f"without it: {reason}"
                 ) from error
             self._failed_as = reason
         self.control.fail(error, step=self.num_steps, may_recur=may_recur)
@@ -225,6 +224,7 @@ class ElasticWorker:
     def note_step(self, running: Running) -> None:
         """A step is done. After a generation's first, draws what may follow."""
         self._stepped_s = time.monotonic()
+        self._has_begun = True
         self.let_go()
         if running.pipe is not None:
             self._drawings.step = running.pipe.assembly.step_inputs
@@ -255,6 +255,10 @@ class ElasticWorker:
         if generation.after_step is not None:  # Whoever was there has stopped after the same step.
             return Source(decision["generation"], self.num_steps)
         return None if decision["source"] is None else Source(*decision["source"])
+
+    def _has_trained(self, generation: Generation) -> bool:
+        """Whether somebody had a state before it."""
+        return self.source_of(generation) is not None or generation.decision["checkpoint"] is not None
 
     def copies_of(self, source: Source) -> list[Held]:
         """What this process has of it."""
