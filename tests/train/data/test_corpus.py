@@ -47,6 +47,22 @@ def stream_of(corpus: Corpus) -> list[int]:
     return rows[0][:1] + [token for row in rows for token in row[1:]]
 
 
+def test_files_of_a_folder_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were left out without a word: a run trained on a part of its data."""
+    monkeypatch.setattr(logging.getLogger("zorselike"), "propagate", True)
+    for name in ("b.jsonl.gz", "c.TXT", "d.JSONL", "e.parquet", "README.md", "LICENSE"):
+        (tmp_path / name).write_text("a")
+    with pytest.raises(ConfigError, match=r"no .*; \.JSONL, \.TXT, .* files in it are not read"):
+        list_files(str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    for _ in range(2):
+        assert list_files(str(tmp_path)) == [tmp_path / "a.txt"]
+    (record,) = caplog.records
+    assert ".JSONL, .TXT, .jsonl.gz and .parquet files in the folder are left" in record.getMessage()
+
+
 def test_text_becomes_bytes_with_an_end_after_each_document(tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "sub").mkdir(parents=True)

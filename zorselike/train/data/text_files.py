@@ -7,16 +7,24 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from zorselike.errors import ConfigError
+from zorselike.runtime.processes.identity import find_identity
+from zorselike.text.wording import list_few
 from zorselike.train.data.examples import JSON_LINES, read_lines, text_of, value_of
 
 logger = logging.getLogger("zorselike")
 
 TEXT_SUFFIXES = (".txt", JSON_LINES)
 TOKEN_SUFFIX = ".bin"
+
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_OTHER_DATA = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".npy")
+"""What a folder of data may hold and is not read, with `_PACKED`; in capitals too, which no suffix that is
+read has."""
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _PIECE_BYTES = 16 * 2**20
@@ -63,12 +71,31 @@ def _list_files(path: Path, where: str, outputs: Path | None) -> list[Path]:
         raise ConfigError(f"{where}: there is no such file or folder")
     if outputs is not None and outputs.resolve() == path.resolve():
         raise ConfigError(f"{where} is [job] dump_folder too, and what runs write is no data; name another")
-    files = sorted(file for file in _walk(path, outputs) if file.suffix in known and file.is_file())
+    found = [file for file in _walk(path, outputs) if file.is_file()]
+    files = sorted(file for file in found if file.suffix in known)
+    left_out = list_few(sorted({kind for file in found if (kind := _kind_left_out(file, known))}))
     if not files:
-        raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file")
+        has = f"; {left_out} files in it are not read" if left_out else ""
+        raise ConfigError(f"{where}: the folder contains no {', '.join(known[:-1])} or {known[-1]} file{has}")
+    if left_out and find_identity().rank == 0:
+        _say_left_out(f"{where}: {left_out} files in the folder are left out; read are {', '.join(known)}")
     if len({file.suffix == TOKEN_SUFFIX for file in files}) > 1:
         raise ConfigError(f"{where}: the folder contains text and {TOKEN_SUFFIX} token files; separate them")
     return files
+
+
+def _kind_left_out(file: Path, known: tuple[str, ...]) -> str:
+    """The suffix of what is data by its name and not read, else nothing."""
+    suffix = file.suffix.lower()
+    if suffix in _PACKED:
+        return "".join(file.suffixes[-2:])
+    return file.suffix if suffix in _OTHER_DATA or (suffix in known and file.suffix != suffix) else ""
+
+
+@cache
+def _say_left_out(text: str) -> None:
+    """Once, however often a run looks for its data."""
+    logger.warning("%s", text)
 
 
 def _walk(path: Path, outputs: Path | None) -> Iterator[Path]:
