@@ -128,7 +128,24 @@ def test_a_plan_that_leaves_out_who_decided_on_the_dtype(
     capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
     """The T4s had no bfloat16, and are not used."""
-    workload = choose_model("gpt", "124m", ()).measure(sequence_length=256, dtype="float16")
+    save_plan_of_one(files / "half.toml", dtype="float16")
+    simulated = ("simulate", str(files / "half.toml"), "--cluster", str(files / "cluster.toml"))
+    assert main(simulated) == 0
+    assert main((*simulated, "--dtype", "bfloat16")) == 2
+    assert "the plan was made for workload" in capsys.readouterr().err
+
+
+def test_a_plan_made_for_float32_is_simulated_without_being_told(
+    capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """It was refused until --dtype was given again."""
+    save_plan_of_one(files / "full.toml", dtype="float32")
+    assert "gpt 124m, float32" in run(capsys, "full.toml", "--cluster", "cluster.toml")
+
+
+def save_plan_of_one(path: Path, *, dtype: str) -> None:
+    """One rank, on node a."""
+    workload = choose_model("gpt", "124m", ()).measure(sequence_length=256, dtype=dtype)
     plan = Plan(
         global_batch=2,
         groups=(Group(ranks=(0,), microbatches=(Microbatch(0, 0, 2),)),),
@@ -138,11 +155,7 @@ def test_a_plan_that_leaves_out_who_decided_on_the_dtype(
         devices=(Device(0, "a", 0),),
         workload_fingerprint=workload.fingerprint,
     )
-    plan.save(files / "half.toml")
-    simulated = ("simulate", str(files / "half.toml"), "--cluster", str(files / "cluster.toml"))
-    assert main(simulated) == 0
-    assert main((*simulated, "--dtype", "bfloat16")) == 2
-    assert "the plan was made for workload" in capsys.readouterr().err
+    plan.save(path)
 
 
 def test_a_page_in_one_file(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -171,7 +171,7 @@ def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
     workload = load(command.model)
     if command.model.dtype is None and plan.workload_fingerprint not in (None, workload.fingerprint):
         # Devices that the planner could have used, and left out, may have decided on the dtype.
-        dtypes: tuple[Dtype, ...] = ("float16", "bfloat16")
+        dtypes: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
         for dtype in dtypes:
             with suppress(ConfigError):
                 other = load(replace(command.model, dtype=dtype))
