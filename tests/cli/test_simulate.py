@@ -309,6 +309,19 @@ def test_a_profile_for_another_model_is_refused(capsys: pytest.CaptureFixture[st
     assert "other.json: the profile is of 'another'" in fail(capsys, "plan.toml", *other)
 
 
+def test_what_a_profile_lacks_is_said_of_its_file(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    """Which of several files it was was not said, and to leave out an option that nobody had given."""
+    save_plan_of_one(files / "half.toml", dtype="float16")
+    given = ("half.toml", "--cluster", "cluster.toml", "--profile", "profile.json")
+    text = "profile.json: the profile is of 'chain', the workload is 'gpt 124m'"
+    assert text in fail(capsys, *given)
+    replace(PROFILE, model="gpt 124m").save("profile.json")
+    text = "profile.json: has no layers for 256 tokens, only for float32 at 100 tokens; measure for that"
+    assert text in fail(capsys, *given)
+    text = "256 tokens, only for float32 at 100 tokens; leave --dtype out, or measure"
+    assert text in fail(capsys, *given, "--dtype", "float16")
+
+
 def test_a_cluster_without_the_plans_nodes_is_refused(
     capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from zorselike.cli.folder_choice import PREFIX, FolderOptions
 from zorselike.cost.catalogue import find_device
-from zorselike.errors import ClusterError, ConfigError
+from zorselike.errors import ClusterError, ConfigError, ProfileError
 from zorselike.plan.workload import Workload
 from zorselike.text.assignments import name_model, read_assignments, write_assignments
 
@@ -68,6 +69,7 @@ class ModelOptions(FolderOptions):
         model: str | None = None,
         sequence_length: int | None = None,
         profile: Profile | None = None,
+        profile_file: str | Path | None = None,
     ) -> Workload:
         """Loads the workload file, or makes the workload of the model that options, plan or profile name.
 
@@ -78,6 +80,7 @@ class ModelOptions(FolderOptions):
             model: the model's name, if a plan has it.
             sequence_length: the sequence length, if a plan has it.
             profile: the profile, whose layers limit sequence lengths and dtypes.
+            profile_file: its file, for messages.
 
         Raises:
             ConfigError: model or sequence length are missing or invalid, or not those of the profile.
@@ -99,8 +102,12 @@ class ModelOptions(FolderOptions):
         choice = folder or self._choose(command, source, known)
         if profile is not None and isinstance(choice, ModelChoice):
             # Of another model its layers say nothing of what is missing.
-            profile.check_model(choice.name)
-        length, dtype = self._choose_length_and_dtype(command, profile, self.seq_len or sequence_length)
+            try:
+                profile.check_model(choice.name)
+            except ProfileError as error:
+                raise ProfileError(f"{profile_file}: {error}") from None
+        asked = self.seq_len or sequence_length
+        length, dtype = self._choose_length_and_dtype(f"{command}: {profile_file}", profile, asked)
         if length is None:
             named = source if folder is None else f"--hf {self.hf}"
             raise ConfigError(f"{command}: {named} has no sequence length; give --seq-len 2048")
@@ -121,7 +128,7 @@ class ModelOptions(FolderOptions):
         return ()
 
     def _choose_length_and_dtype(
-        self, command: str, profile: Profile | None, length: int | None
+        self, where: str, profile: Profile | None, length: int | None
     ) -> tuple[int | None, str | None]:
         """Sequence length and dtype, as far as options and the profile's layers determine them."""
         if profile is None or not profile.layers:
@@ -132,13 +139,11 @@ class ModelOptions(FolderOptions):
             return fitting[0]
         known = ", ".join(f"{dtype} at {length} tokens" for length, dtype in measured)
         if fitting:
-            raise ConfigError(
-                f"{command}: the profile has layers for {known}; choose with --dtype and --seq-len"
-            )
-        raise ConfigError(
-            f"{command}: the profile has no layers for this --dtype and --seq-len, only for {known}; leave "
-            "them out, or measure for them"
-        )
+            raise ConfigError(f"{where}: has layers for {known}; choose with --dtype and --seq-len")
+        given = [flag for flag, value in (("--dtype", self.dtype), ("--seq-len", self.seq_len)) if value]
+        wanted = " at ".join([*filter(None, [self.dtype]), *([f"{length} tokens"] if length else [])])
+        mend = f"leave {' and '.join(given)} out, or measure for that" if given else "measure for that"
+        raise ConfigError(f"{where}: has no layers for {wanted}, only for {known}; {mend}")
 
     def _choose(self, command: str, source: str, named: str | None) -> ModelChoice:
         if self.family is not None and self.flavor is not None:

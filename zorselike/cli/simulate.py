@@ -166,6 +166,7 @@ def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
             model=plan.model,
             sequence_length=plan.sequence_length,
             profile=profile,
+            profile_file=command.profile,
         )
 
     workload = load(command.model)

@@ -84,7 +84,7 @@ def load_inputs(name: str, command: Files, cluster: Cluster, devices: set[str]) 
     path = command.profile or command.from_profile
     profile = None if path is None else Profile.load(path)
     workload = command.model.load_workload(
-        name, source=path or str(command.cluster), devices=devices, profile=profile
+        name, source=path or str(command.cluster), devices=devices, profile=profile, profile_file=path
     )
     if profile is None:
         return Inputs(cluster, assume_profile(workload), workload, (NOT_MEASURED,))
