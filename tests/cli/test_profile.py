@@ -260,7 +260,10 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--dtype", "bfloat16"), "no layers for bfloat16, only for float32 at 128 tokens; leave --dtype out"),
+        (
+            ("--dtype", "bfloat16"),
+            "no layers for bfloat16, only for float32 at 128 tokens; leave --dtype out",
+        ),
         (("--seq-len", "64"), "no layers for 64 tokens, only for float32 at 128 tokens; leave --seq-len out"),
         (("--seq-len", "0"), "--seq-len is 0; it must be at least 1"),
     ],

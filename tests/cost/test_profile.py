@@ -248,7 +248,27 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda c: c.update(modle="x"), "modle is not a key; did you mean 'model'"),
         (lambda c: c.update(layers={}), "layers is {}; it must be a list"),
         (lambda c: c["host_links"][0].update(to_device=1e14), r"to_device is 100000000000000\.0; .*10 TB/s"),
-        (lambda c: c["host_links"][0].update(both=0), r"both is 0.0; give one above 0"),
+        (lambda c: c["host_links"][0].update(both=0), r"both is 0.0; give 1 or more"),
+        # Sums and products of such numbers are none, and ended in tracebacks.
+        (lambda c: c["layers"][0].update(forward_s=[1e-3, 2e-3, 1e308]), r"forward_s\[2\] is 1e\+308; .*1e9"),
+        (
+            lambda c: c["layers"][0].update(forward_s=[1e-3, 2e-3, 10**400]),
+            r"forward_s.* is inf; it must",
+        ),
+        (
+            lambda c: c["layers"][0].update(memory_bytes_per_row=1e308),
+            r"per_row is 1e\+308; give 1e18",
+        ),
+        (
+            lambda c: c["updates"][0].update(seconds_per_call=1e300),
+            r"per_call is 1e\+300; a time is 0",
+        ),
+        (lambda c: c["host_links"][0].update(both=5e-324), r"both is 5e-324; give 1 or more"),
+        (lambda c: c["links"][0].update(num_bytes=[1, 10**19]), r"num_bytes\[1\] is 10*; give 1e18 or less"),
+        (lambda c: c["overheads"].update(step_s=1e308), r"step_s is 1e\+308"),
+        (lambda c: c["overheads"].update(overlap_slowdown=1e308), r"it is a factor, 1 to 1e6"),
+        (lambda c: c["overheads"].update(allocator_share=1e308), r"it is a share, 0 to 1e6"),
+        (lambda c: c["overheads"].update(context_bytes=10**400), r"context_bytes is 10*.*1e18 or less"),
         (lambda c: c["collectives"][0].update(op="gather"), "op is 'gather'"),
         (lambda c: c["collectives"][0].update(devices=["T4", "A100-40"]), "devices is .*sorted"),
         (lambda c: c["collectives"][0].update(num_nodes=3), "num_nodes is 3; 2 devices are on 1 to 2"),

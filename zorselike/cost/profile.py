@@ -7,7 +7,6 @@ Plain data, immutable and free of torch, kept as JSON with an entry a line, so t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -36,15 +35,21 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SourceKind = Literal["measured", "interpolated", "catalogue", "given"]
 
 Dtype = Annotated[str, OneOf(tuple(ITEMSIZES))]
+_MOST_S, _MOST_BYTES = 1e9, 10**18
+"""What nothing takes and nothing holds: more is a slip, whose sums and products would be no numbers."""
+
 Seconds = Annotated[
-    float, Must(lambda time: 0 <= time < math.inf, "a time is 0 or more and finite: measure it again")
+    float, Must(lambda time: 0 <= time <= _MOST_S, "a time is 0 to 1e9 seconds: measure it again")
 ]
 Rate = Annotated[
     float,
-    Must(lambda rate: 0 < rate <= MAX_BYTES_PER_S, "give one above 0 and up to 10 TB/s, in bytes per second"),
+    Must(lambda rate: 1 <= rate <= MAX_BYTES_PER_S, "give 1 or more, up to 10 TB/s, in bytes per second"),
 ]
-Sizes = Annotated[tuple[Positive, ...], Must(bool, "give at least one measurement or remove the entry")]
-Factor = Annotated[float, Must(lambda factor: 1 <= factor < math.inf, "it is a factor, 1 or more")]
+_LIMITED = Must(lambda size: size <= _MOST_BYTES, "give 1e18 or less")
+Size = Annotated[Positive, _LIMITED]
+Sizes = Annotated[tuple[Size, ...], Must(bool, "give at least one measurement or remove the entry")]
+Factor = Annotated[float, Must(lambda factor: 1 <= factor <= 1e6, "it is a factor, 1 to 1e6")]
+Bytes = Annotated[Natural, _LIMITED]
 SecondsByAction = Annotated[tuple[tuple[str, Seconds], ...], AS_TABLE]
 
 
@@ -79,7 +84,7 @@ class LayerTimes:
     backward_s: tuple[Seconds, ...]
     max_rows: int | None = None
     """Beyond this the device ran out of memory; None: not looked for."""
-    memory_bytes_per_row: Quantity | None = None
+    memory_bytes_per_row: Annotated[Quantity, _LIMITED] | None = None
     """What one row's forward leaves for its backward; None: not counted."""
     source: Source
 
@@ -169,13 +174,13 @@ class Overheads:
     """Host seconds of a step beside all its actions."""
     overlap_slowdown: Factor = 1.0
     """How much longer computation takes while communication runs beside it."""
-    context_bytes: Natural = 0
+    context_bytes: Bytes = 0
     """Device memory in use before any tensor: CUDA context, libraries."""
-    pools_bytes: Natural = 0
+    pools_bytes: Bytes = 0
     """Device memory that the allocator holds for the runtime's streams beside what tensors ask for."""
-    communicator_bytes: Natural = 0
+    communicator_bytes: Bytes = 0
     """Device memory of one NCCL communicator: of two ranks in one direction, or of a group."""
-    allocator_share: Quantity = 0.0
+    allocator_share: Annotated[Quantity, Must(lambda share: share <= 1e6, "it is a share, 0 to 1e6")] = 0.0
     """What the allocator adds by rounding and gaps, as a share of what tensors ask for."""
     source: Source = Source("given")
 

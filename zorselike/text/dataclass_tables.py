@@ -107,7 +107,10 @@ def read_value(hint: Any, value: object, where: str, readers: Readers = _NO_READ
         items = zip(hints, cast(list[object], value), strict=True)
         return tuple(read_value(each, item, f"{where}[{i}]", readers) for i, (each, item) in enumerate(items))
     _check_scalar(plain, value, where)
-    return float(cast(float, value)) if plain is float else value
+    try:
+        return float(cast(float, value)) if plain is float else value
+    except OverflowError:  # A whole number of more than 308 digits.
+        raise wrong_value(where, math.inf, _NOUNS[float][0]) from None
 
 
 def read_table(value: object, where: str) -> Mapping[str, Any]:
