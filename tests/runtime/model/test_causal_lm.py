@@ -138,6 +138,13 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert torch.allclose(together, torch.cat(apart, dim=1), rtol=0, atol=1e-12)
 
 
+def test_a_model_that_returns_a_tuple_gives_its_logits_too() -> None:
+    """`return_dict=False` ended in the loss, to which a tuple was given."""
+    parts, _ = cut(make_model("llama"), 3)
+    logits = run_chain(parts, tokens(1))
+    assert torch.equal(run_chain(parts, tokens(1), return_dict=False), logits)
+
+
 def test_layers_may_be_asked_before_they_are_called() -> None:
     """As those of ModernBERT are for the kind of their attention."""
     settings = {**FAMILIES["mistral"], "sliding_window": 4, "global_attn_every_n_layers": 3}

@@ -173,5 +173,7 @@ _LAYER_DROP = "every module must run once for every microbatch: turn off layer d
 
 
 def _logits_of(output: Any) -> Any:
+    if isinstance(output, tuple) and len(output) == 1:  # With return_dict=False.
+        return output[0]
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and getattr(output, "loss", None) is None else output
