@@ -274,6 +274,12 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     zorselike.hf.build_on_meta(tmp_path)
     path.write_text(json.dumps({**config, "model_type": "gpt_neox", "intermediate_size": 32}))
     zorselike.hf.build_on_meta(tmp_path)
+    xlm = {"model_type": "xlm", "n_layers": 1, "emb_dim": 16, "n_heads": 2, "vocab_size": 32}
+    path.write_text(json.dumps({**xlm, "causal": False}))
+    with pytest.raises(ConfigError, match=r'xlm is an encoder, .* write "causal": true there'):
+        zorselike.hf.build_on_meta(tmp_path)
+    path.write_text(json.dumps({**xlm, "causal": True}))
+    zorselike.hf.build_on_meta(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

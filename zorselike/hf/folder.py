@@ -206,13 +206,15 @@ def _refuse_sizes(config: Any, folder: str | Path) -> None:
 
 
 def _refuse_encoder(config: Any, folder: str | Path) -> None:
-    """Raises `ConfigError` where tokens see those after them, as in BERT: what may be either has two keys.
-    Files that transformers 4 wrote may have both for any model."""
+    """Raises `ConfigError` where tokens see those after them, as in BERT: what may be either has two keys, or
+    one that says it. Files that transformers 4 wrote may have the two for any model."""
     may_be_either = all(hasattr(type(config), key) for key in ("is_decoder", "add_cross_attention"))
-    if may_be_either and not config.is_decoder:
+    is_not_causal = hasattr(type(config), "causal") and not config.causal  # As XLM and FlauBERT call it.
+    if is_not_causal or (may_be_either and not config.is_decoder):
+        key = "causal" if is_not_causal else "is_decoder"
         raise ConfigError(
             f"hf: {Path(folder) / 'config.json'}: {config.model_type} is an encoder, in which tokens see the "
-            'next ones that a causal LM learns to predict; write "is_decoder": true there, or take a decoder'
+            f'next ones that a causal LM learns to predict; write "{key}": true there, or take a decoder'
         )
 
 
