@@ -366,6 +366,8 @@ def test_a_wrong_split_is_refused(kind: str, message: str) -> None:
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="split = 'titan' is neither 'decoder', 'export' nor a function"):
         partition(Looped(), LOOPED_PLAN, split="titan")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="split is a Linear; pass a function that is given the model and"):
+        partition(Looped(), LOOPED_PLAN, split=nn.Linear(1, 1))
 
 
 def test_parameters_outside_the_plans_modules() -> None:

@@ -78,6 +78,11 @@ def partition(
     """
     if not callable(split) and split not in (None, "decoder", "export"):
         raise ConfigError(f"split = {split!r} is neither 'decoder', 'export' nor a function")
+    if isinstance(split, nn.Module):
+        raise ConfigError(
+            f"split is a {type(split).__name__}; pass a function that is given the model and the names of a "
+            "ministage's modules, and returns that ministage's nn.Module"
+        )
     refuse_batch_statistics(model.named_modules())
     if split is None and is_causal_lm(model):
         return _split_causal_lm(model, plan, unpack)
