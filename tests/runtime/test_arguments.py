@@ -475,12 +475,21 @@ def of_others(named_parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(own.shape)) for _, own in named_parameters])
 
 
+def with_an_empty_group(named: Any) -> torch.optim.Optimizer:
+    vectors = [pair for pair in named if pair[1].dim() < 1]
+    return torch.optim.SGD([{"params": named}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
         (torch.optim.Adafactor, "torch.optim.Adafactor does not step on sharded parameters"),
         (print, "returned a NoneType, and no torch.optim.Optimizer"),
         (of_others, "the SGD that was made has none of the parameters that it was given"),
+        (
+            with_an_empty_group,
+            "of its groups for ministage 0 some have (name, parameter) pairs and others do",
+        ),
     ],
 )
 def test_what_cannot_step_on_shards_is_refused(

@@ -109,9 +109,7 @@ class Updates:
         self._scale = scale
         self._defers = defers_updates(max_norm, clip, scale)
         self.optimizers: dict[int, Optimizer] = {
-            i: factory([(ministage.whole_name(name), own) for name, own in ministage.trained.items()])
-            for i, ministage in ministages.items()
-            if ministage.trained
+            i: _make(factory, i, ministage) for i, ministage in ministages.items() if ministage.trained
         }
         for i, optimizer in self.optimizers.items():
             _refuse(optimizer, ministages[i])
@@ -232,6 +230,20 @@ class Updates:
 def defers_updates(max_norm: float | None, clip: Clip, scale: object | None) -> bool:
     """Whether updates wait until all gradients of the step are there."""
     return scale is not None or (max_norm is not None and clip == "global")
+
+
+def _make(factory: OptimizerFactory, index: int, ministage: ShardedMinistage) -> Optimizer:
+    """Raises `ConfigError` for groups of pairs one of which is empty here: torch takes it for one of
+    parameters alone, and refuses both together."""
+    try:
+        return factory([(ministage.whole_name(name), own) for name, own in ministage.trained.items()])
+    except ValueError as error:
+        if "with/without names" not in str(error):
+            raise
+        raise ConfigError(
+            f"optimizer: of its groups for ministage {index} some have (name, parameter) pairs and others do "
+            "not, or are empty there, which torch does not take together: make groups of parameters alone"
+        ) from error
 
 
 def _refuse(optimizer: Optimizer, ministage: ShardedMinistage) -> None:
