@@ -578,7 +578,7 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
             "b:1-2 includes devices that do not exist or that quotas exclude",
         ),
         ([*EIGHT, "--fix", "groups=a,b/b:1"], "have a device twice"),
-        ([*EIGHT, "--fix", "groups=a/b", "ministages=1"], "2 groups are fixed, with 1 ministages at most"),
+        ([*EIGHT, "--fix", "groups=a/b", "ministages=1"], "2 groups are fixed, with 1 ministage at most"),
         ([*EIGHT, "--fix", "groups=a/b", "--max-devices", "2"], "the fixed groups have 3 devices"),
         ([*EIGHT, "--fix", "groups=b", "--quota", "T4=1"], None),
     ],

@@ -19,7 +19,7 @@ from zorselike.plan.workload import Workload
 from zorselike.planner.groups.bandwidths import Bandwidths, read_bandwidths
 from zorselike.planner.groups.replicas import DEGREES, Degrees, ReplicaCuts
 from zorselike.simulator.inputs import SimulationInputs
-from zorselike.text.wording import list_few
+from zorselike.text.wording import count, list_few
 
 Objective = Literal["throughput", "cost"]
 
@@ -110,13 +110,13 @@ class PlanProblem:
             yield from self._list_faults_of_groups(fixed.groups)
         if fixed.ministages is not None and not 1 <= fixed.ministages <= num_layers:
             yield (
-                f"{fixed.ministages} ministages are fixed; {self.workload.model} has {num_layers} layers, "
-                f"give 1 to {num_layers}"
+                f"{count(fixed.ministages, 'ministage')} are fixed; {self.workload.model} has "
+                f"{count(num_layers, 'layer')}, give {'1' if num_layers == 1 else f'1 to {num_layers}'}"
             )
         if fixed.groups is not None and len(fixed.groups) > (fixed.ministages or num_layers):
             yield (
-                f"{len(fixed.groups)} groups are fixed, with {fixed.ministages or num_layers} ministages at "
-                "most; every group needs one"
+                f"{count(len(fixed.groups), 'group')} are fixed, with "
+                f"{count(fixed.ministages or num_layers, 'ministage')} at most; every group needs one"
             )
         if fixed.rows_per_microbatch is not None and fixed.rows_per_microbatch < 1:
             yield f"microbatches of {fixed.rows_per_microbatch} rows; give at least 1"

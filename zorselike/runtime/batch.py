@@ -14,6 +14,7 @@ from zorselike.plan.plan import Microbatch, Plan
 from zorselike.runtime.memory.pinned import copy_to_device
 from zorselike.runtime.model.nested import map_tensors, tensors_in
 from zorselike.runtime.model.signature import Broadcast, refuse_tensors_inside
+from zorselike.text.wording import count
 
 Tensors = tuple[Tensor, ...]
 
@@ -161,8 +162,8 @@ def check_rows(value: Any, rows: Sequence[int], what: str, where: str) -> None:
         if num_rows != len(rows):
             listed = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
             raise ConfigError(
-                f"{what} has {num_rows} rows, but {where} is {len(rows)} rows of the global batch; "
-                f"pass exactly the rows [{listed}] (or the whole batch to step_global)"
+                f"{what} has {count(num_rows, 'row')}, but {where} is {count(len(rows), 'row')} of the "
+                f"global batch; pass exactly the rows [{listed}] (or the whole batch to step_global)"
             )
 
 

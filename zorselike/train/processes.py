@@ -28,6 +28,7 @@ from zorselike.runtime.processes.processes import (
     join_processes,
     make_processes,
 )
+from zorselike.text.wording import count
 from zorselike.train.config.config import Config
 from zorselike.train.report.colors import PlainFormatter
 from zorselike.train.stop import SignalWatch
@@ -54,7 +55,7 @@ def join_job(config: Config, plan: Plan | None) -> AbstractContextManager[Proces
     size = find_identity().size
     if plan is not None and size != plan.num_ranks:
         raise PlanError(
-            f"the plan {config.hetero.plan} is for {plan.num_ranks} ranks, but {size} "
+            f"the plan {config.hetero.plan} is for {count(plan.num_ranks, 'rank')}, but {size} "
             f"{'process runs' if size == 1 else 'processes run'}: start {plan.num_ranks}, on one machine by "
             f"torchrun --nproc-per-node {plan.num_ranks} -m zorselike.train ..."
         )

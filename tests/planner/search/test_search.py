@@ -417,6 +417,7 @@ def test_contradictions_are_refused_before_work():
     node = make_node("a", "A100-40", 2)
     decoder = make_decoder()
     kinds = {name: replace(kind, forward_flops_per_row=0.0) for name, kind in decoder.kinds.items()}
+    one = replace(decoder, layers=decoder.layers[1:2], ties=())
     for changes, message in (
         ({"global_batch": 0}, "batch of 0 rows"),
         ({"devices": ()}, "no devices may be used"),
@@ -424,6 +425,7 @@ def test_contradictions_are_refused_before_work():
         ({"objective": "cost"}, "no node of the cluster has a price"),
         ({"workload": replace(decoder, kinds=kinds)}, "no layer of decoder computes anything"),
         ({"fixed": Fixed(ministages=99)}, "99 ministages are fixed"),
+        ({"fixed": Fixed(ministages=2), "workload": one}, "decoder has 1 layer, give 1$"),
         ({"fixed": Fixed(groups=((0,), (0,)))}, "a device twice"),
         ({"fixed": Fixed(zero=3, grad_reduce="once")}, "ZeRO 3 reduces after every microbatch"),
         ({"fixed": Fixed(zero=1, grad_reduce="microbatch")}, "ZeRO 1 keeps whole gradients"),

@@ -25,6 +25,7 @@ from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.world import describe_process, device_type
+from zorselike.text.wording import count
 from zorselike.train.checkpoints import RunCheckpoints, checkpoint_folder, will_load
 from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
@@ -163,8 +164,8 @@ class ElasticRun:
             config = self.config
             where = f"; its state is in {checkpoint_folder(config)}" if config.checkpoint.enable else ""
             raise ClusterError(
-                f"{pipe.plan.num_ranks} ranks are left, [elastic] min_ranks = {config.elastic.min_ranks}: "
-                f"the run has ended after step {pipe.num_steps}{where}"
+                f"{count(pipe.plan.num_ranks, 'rank')} left, [elastic] min_ranks = "
+                f"{config.elastic.min_ranks}: the run has ended after step {pipe.num_steps}{where}"
             )
         return 0
 
