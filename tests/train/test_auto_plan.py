@@ -316,6 +316,16 @@ def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest
     assert "earlier" not in alone and hash_of(alone) == hash_of(said)
 
 
+def test_devices_that_a_plan_leaves_out_end_in_silence_where_a_process_keeps_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under srun: torch printed a stack, since the store went while they still asked it."""
+    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0, last=1))
+    ends = run(tmp_path, nodes=("a", "b", "c"))
+    assert [end.code for end in ends] == [0] * 3, ends[0].stderr
+    assert not ends[1].stderr and not ends[2].stderr
+
+
 @pytest.mark.parametrize(("how", "why"), [("killed", "first; look at"), ("raises", "by ValueError: x")])
 def test_devices_that_a_plan_leaves_out_end_with_the_others(
     how: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,9 @@ from zorselike.train.stop import SignalWatch
 logger = logging.getLogger("zorselike")
 
 _ENDED = "zorselike/train/ended"
+_HEARD = "zorselike/train/heard"
 _POLL_S = 1.0
+_MOST_POLLS = 3
 _MOST_EARLY = 10_000
 """Lines of a log that are kept until it has a file."""
 
@@ -93,12 +95,14 @@ def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes |
             yield None
             with closing(SignalWatch()):  # The members stop after their step, and save.
                 _await_end(store, members, lost)
+            _await_those_who_wait(processes, members, store)
             return
         try:
             yield from _gather_members(processes, members, store)
         except BaseException as error:
             _say_end(store, f"process {processes.rank} by {reason_of(error)}")
             raise
+        _await_those_who_wait(processes, members, store)
     finally:
         alarm.abandon()
 
@@ -125,12 +129,23 @@ def _say_end(store: Store, why: str) -> None:
         store.compare_set(_ENDED, "", why)  # The first says why; an echo comes later.
 
 
+def _await_those_who_wait(processes: Processes, members: Sequence[int], store: Store) -> None:
+    """Where this process may keep the store: torch prints a stack for each that asks one which is gone."""
+    until_s = time.monotonic() + _MOST_POLLS * _POLL_S
+    with suppress(RuntimeError):
+        while processes.rank == 0 and store.add(_HEARD, 0) < processes.size - len(members):
+            if time.monotonic() > until_s:
+                return
+            time.sleep(_POLL_S / 10)
+
+
 def _await_end(store: Store, members: Sequence[int], lost: Mapping[int, Failure]) -> None:
     why, is_said = "", False
     try:
         while not (is_said := store.check([_ENDED])) and lost.keys().isdisjoint(members):
             time.sleep(_POLL_S)
         why = store.get(_ENDED).decode() if is_said else ""
+        store.add(_HEARD, 1)
     except RuntimeError:  # The process that keeps the store is gone: the alarm knows whether it was lost.
         time.sleep(_POLL_S)
     gone = [rank for rank in tuple(lost) if rank in members]
