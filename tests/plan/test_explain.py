@@ -74,6 +74,19 @@ def test_explain_shows_devices_and_estimates_where_the_plan_has_them():
     assert lines[9] == "     0     6  66.7 %  1 x 4 rows, 1 x 2 rows  node:0 A100  1.00 GiB"
 
 
+def test_ranks_of_a_large_cluster_that_are_alike_share_a_line():
+    """There was one for each of a thousand."""
+    ranks = tuple(range(100))
+    microbatches = tuple(Microbatch(rank, 2 * rank, 2 * rank + 2) for rank in ranks)
+    devices = tuple(Device(rank, f"n{rank // 8}", rank % 8, "T4" if rank < 96 else "V100") for rank in ranks)
+    plan = Plan(200, (Group(ranks, microbatches),), (Ministage(0, ("all",)),), devices=devices)
+    assert [line.split() for line in plan.explain().splitlines()[3:6]] == [
+        ["rank", "rows", "share", "microbatches", "device"],
+        ["0-95", "2", "1.0", "%", "1", "x", "2", "rows", "T4"],
+        ["96-99", "2", "1.0", "%", "1", "x", "2", "rows", "V100"],
+    ]
+
+
 def test_explain_shows_replicas():
     group = Group(ranks=((0, 1), 2), microbatches=(Microbatch(0, 0, 5), Microbatch(2, 5, 9)))
     stages = (Ministage(0, ("layers.0",)),)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from zorselike.plan.plan import Plan
 
 
+_MANY = 100
+"""Ranks of which nobody reads a line each."""
+
+
 def explain_plan(plan: Plan) -> str:
     """Who computes what: a heading, then for each group its ranks with their rows and its ministages.
 
@@ -82,27 +86,31 @@ def _show_degrees(group: Group) -> str:
 
 
 def _list_ranks(plan: Plan, group: Group) -> list[tuple[str, ...]]:
-    """A heading and a line per rank; columns that the plan says nothing about are left out."""
+    """A heading and a line per rank, or, of `_MANY` ranks and more, for all that are alike; columns that the
+    plan says nothing about are left out."""
     device_of = {device.rank: device for device in plan.devices}
     peaks = plan.estimates.peak_memory_bytes
     heading = ["rank", "rows", "share", "microbatches"]
     heading += ["device"] if device_of else []
     heading += ["estimated peak"] if peaks else []
-    table = [tuple(heading)]
+    folds = plan.num_ranks >= _MANY
+    alike: dict[tuple[str, ...], list[int]] = {}
     for rank in group.flat_ranks:
         microbatches = group.microbatches_by_rank[rank]
         rows = sum(microbatch.num_rows for microbatch in microbatches)
-        cells = [str(rank), str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(microbatches)]
+        cells = [str(rows), f"{100 * rows / plan.global_batch:.1f} %", _show_sizes(microbatches)]
         first = group.replica_of(rank).first
         if rank != first:
-            cells[1:] = ["", "", f"with rank {first}"]
+            cells = ["", "", "with the first of its replica" if folds else f"with rank {first}"]
         if device_of:
             device = device_of[rank]
-            cells.append(f"{device.node}:{device.local_rank} {device.type}".rstrip())
+            place = "" if folds else f"{device.node}:{device.local_rank} "
+            cells.append(f"{place}{device.type}".rstrip())
         if peaks:
             cells.append(f"{peaks[rank] / GIB:.2f} GiB")
-        table.append(tuple(cells))
-    return table
+        alike.setdefault((*cells,) if folds else (*cells, str(rank)), []).append(rank)
+    width = len(heading) - 1
+    return [tuple(heading), *((show_numbers(ranks), *cells[:width]) for cells, ranks in alike.items())]
 
 
 def _show_sizes(microbatches: Sequence[Microbatch]) -> str:
