@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from zorselike.checkpoint.folder import list_steps
 from zorselike.checkpoint.layout import step_folder
 from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.read import read_manifest
+from zorselike.errors import CheckpointError
+from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.train.checkpoints import RunCheckpoints
 from zorselike.train.config.config import Checkpoint, Config, Job, Training
 
@@ -245,25 +248,64 @@ def test_a_validation_before_which_a_signal_stopped_the_run_is_made_up_for(
     assert len(read_column(tmp_path / "2", "validation_metrics/loss")) == 1
 
 
-def test_a_best_that_is_not_saved_is_no_mark_for_those_after_it(tmp_path: Path) -> None:
-    """A step that was worse than it, and better than all that are saved, was not kept."""
+def test_a_validation_that_a_signal_has_stopped_is_made_up_for(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step more was taken, which no validation was to follow."""
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("a rose is a rose is a rose\n" * 200)
+    settings = ("--validation.enable", "--validation.dataset_path", str(held_out), "--validation.freq", "2")
+    evaluate = HeteroPipeline.evaluate
+
+    def end_self(pipe: HeteroPipeline, *batch: Any, **keywords: Any) -> Any:
+        if pipe.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # A thread reads it.
+        return evaluate(pipe, *batch, **keywords)
+
+    monkeypatch.setattr(HeteroPipeline, "evaluate", end_self)
+    ends, losses = run(run_ranks, tmp_path, *settings, steps=5, number=0)
+    assert {end.code for end in ends} == {128 + signal.SIGTERM}, ends[0].stderr
+    assert len(losses) == 2
+    monkeypatch.undo()
+    run(run_ranks, tmp_path, *settings, steps=3, number=1)
+    assert len(read_column(tmp_path / "1", "validation_metrics/loss")) == 2
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_best_that_is_not_saved_is_no_mark_for_those_after_it(tmp_path: Path, is_begun: bool) -> None:
+    """A step that was worse than it, and better than all that are saved, was not kept. `is_begun`: the disk
+    is full."""
     settings = Checkpoint(enable=True, keep_best=True, interval=1000)
     config = Config(job=Job(dump_folder=str(tmp_path)), checkpoint=settings, training=Training(steps=100))
     saved: list[int] = []
 
+    def fail() -> None:
+        raise CheckpointError("disk full")
+
     def save(*_: Any, **__: Any) -> Any:
-        if pipe.num_steps == 2:
+        fails = pipe.num_steps == 2
+        if fails and not is_begun:
             return None  # The one before is on its way.
-        saved.append(pipe.num_steps)
+        if not fails:
+            saved.append(pipe.num_steps)
+        finished = threading.Event()
+        finished.set()
         return SimpleNamespace(
-            step=pipe.num_steps, num_bytes=0, seconds=0, warnings=(), wait=str, finished=threading.Event()
+            step=pipe.num_steps,
+            num_bytes=0,
+            seconds=0,
+            warnings=(),
+            wait=fail if fails else str,
+            finished=finished,
         )
 
     pipe: Any = SimpleNamespace(num_steps=0, rank=0, save=save)
     model: Any = SimpleNamespace(name="m", folder=None)
     rows: Any = SimpleNamespace(fingerprint=str)
+    world: Any = SimpleNamespace(from_first=lambda work: work())
     nothing: Any = None
-    checkpoints = RunCheckpoints(config, pipe, nothing, model, nothing, rows)
+    checkpoints = RunCheckpoints(config, pipe, world, model, nothing, rows)
     for step, loss in ((1, 4.0), (2, 1.0), (3, 2.0), (4, 3.0)):
         pipe.num_steps = step
         checkpoints.save_if_due(step, validation_loss=loss)

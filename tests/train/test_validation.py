@@ -84,7 +84,7 @@ def validate(rank: int, world_size: int, corpus: Corpus) -> dict[str, Any]:
             before = validation.run(0)
             found[name] = train(pipe, validation), told, torch.get_rng_state().tolist()
             vote.close = lambda: 15
-            assert math.isnan(validation.run(4)) and 4 not in told
+            assert math.isnan(validation.run(4)) and 4 not in told and validation.stopped_by == 15
             found[f"{name} at first"] = before
     with HeteroPipeline(build(), PLAN, optimizer=adamw, seed=1) as pipe:
         found["none"] = train(pipe, None), {}, torch.get_rng_state().tolist()

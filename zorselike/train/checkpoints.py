@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -73,7 +74,7 @@ class RunCheckpoints:
         self._best: dict[str, Any] = {}
         """Step and loss of the best validation that is saved, as far as this rank knows."""
         self._lowest: dict[str, Any] = {}
-        """The same of all validations, saved or not: alike on every rank, so that all begin to save by it."""
+        """The same as one validation has found it: alike on every rank, so that all begin to save by it."""
         self._rejected: set[Path] = set()
         """Checkpoints that could not be loaded."""
         self._saved_step: int | None = None
@@ -193,9 +194,12 @@ class RunCheckpoints:
             return
         if self._on_its_way is not None and self._on_its_way[0].finished.is_set():
             self._report()
-        lowest = self._lowest.get("loss", float("inf"))
-        is_best = self._settings.keep_best and validation_loss < lowest  # Not where it is nan.
-        before = self._lowest
+        is_best = self._settings.keep_best and not math.isnan(validation_loss)
+        if is_best:
+            # What is saved or on its way: a step that came to nothing is no mark for those after it. Ranks
+            # learn at different times how a save ended.
+            self._lowest = self._world.from_first(lambda: (self._on_its_way or (None, self._best))[1])
+            is_best = validation_loss < self._lowest.get("loss", math.inf)
         if is_best:
             self._lowest = {"step": step, "loss": validation_loss}
         if step == self._saved_step:
@@ -204,8 +208,7 @@ class RunCheckpoints:
         if step == self._config.training.steps:
             return  # `save_last` saves it, or the model alone.
         if is_best or is_owed or self.is_due(step):
-            if not self._begin(waits=self._settings.async_mode == "disabled") and is_best:
-                self._lowest = before  # What is not kept is no mark for those to come.
+            self._begin(waits=self._settings.async_mode == "disabled")
             if self._settings.async_mode == "disabled":
                 self._report()
 
@@ -246,8 +249,8 @@ class RunCheckpoints:
             return False
         return any(self._world.gather(self._exported_at(self._config.training.steps).is_dir()))
 
-    def _begin(self, *, waits: bool, prunes: bool = True) -> bool:
-        """Whether a save has begun, alike on all ranks. `prunes`: it is to stay, in place of an older one."""
+    def _begin(self, *, waits: bool, prunes: bool = True) -> None:
+        """Begins a save, unless another is on its way. `prunes`: it is to stay, in place of an older one."""
         step = self._pipe.num_steps
         best = self._lowest if self._lowest.get("step") == step else self._best
         path = self.folder / step_folder(step)
@@ -271,7 +274,6 @@ class RunCheckpoints:
             )
         else:
             self._on_its_way = save, best
-        return save is not None
 
     def _report(self, *, must_succeed: bool = False) -> None:
         """Waits for the save on its way, and says how it ended."""

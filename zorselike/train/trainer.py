@@ -215,10 +215,13 @@ def _run_steps(
             signal_number = vote.close()
             profile(result)
             is_validated = validation is not None and validation.is_due(step)
+            loss = math.nan
+            if validation is not None and is_validated and not signal_number:
+                loss = validation.run(step)
+                signal_number = validation.stopped_by
             checkpoints.owes_validation = is_validated and signal_number != 0
             if signal_number:
                 break
-            loss = validation.run(step) if validation is not None and is_validated else math.nan
             with metrics.excluding():
                 checkpoints.save_if_due(step, validation_loss=loss)
         checkpoints.save_last(is_finished=not signal_number)
@@ -251,10 +254,8 @@ def _validate(
         vote = StopVote(watch, world.control)
         metrics.restart()
         validation = Validation(config, rows, pipe, keywords=keywords, metrics=metrics, vote=vote)
-        if not math.isnan(validation.run(pipe.num_steps)):
-            return 0
-        vote.open()
-        return vote.close()
+        validation.run(pipe.num_steps)
+        return validation.stopped_by
 
 
 # -- parts of a run ----------------------------------------------------------------------------

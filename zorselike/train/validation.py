@@ -77,6 +77,8 @@ class Validation:
         settings = config.validation
         self._freq, self._steps = settings.freq, config.training.steps
         self._pipe, self._metrics, self._vote = pipe, metrics, vote
+        self.stopped_by = 0
+        """The signal that ended the last `run` early; 0: none did."""
         size = pipe.plan.global_batch
         whole = rows.num_rows // size
         self._num_batches = whole if settings.steps == -1 else min(settings.steps, whole)
@@ -108,7 +110,7 @@ class Validation:
         """The mean loss over the valid targets of all batches, on every rank, written to log and metrics as
         of `step`; nan if a signal to stop came before its end. Collective."""
         with self._metrics.excluding():
-            began, is_stopped = time.perf_counter(), False
+            began, self.stopped_by = time.perf_counter(), 0
             results = []
             for index in range(self._num_batches):
                 self._vote.open()
@@ -118,14 +120,14 @@ class Validation:
                 results.append(self._pipe.evaluate(batch.inputs, batch.targets, **batch.keywords))
                 if index == 0:
                     self._say_how_long(step, time.perf_counter() - began)
-                is_stopped = self._vote.close() != 0
-                if is_stopped:  # The next step will be the last.
+                self.stopped_by = self._vote.close()
+                if self.stopped_by:
                     break
             num_targets = sum(result.num_targets for result in results)
             loss = sum(result.loss * result.num_targets for result in results if result.num_targets)
             loss = loss / num_targets if num_targets else math.nan
             seconds = time.perf_counter() - began
-        if is_stopped:
+        if self.stopped_by:
             logger.info("validation after step %d was stopped by a signal: it gives no loss", step)
             return math.nan
         self._metrics.log_validation(step, loss, num_batches=len(results), seconds=seconds)

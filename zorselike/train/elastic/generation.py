@@ -156,9 +156,10 @@ class GenerationRun:
         if step > self._known.validated:
             validation = self._validation
             is_due = validation is not None and (validation.is_due(step) or self._checkpoints.owes_validation)
-            self._checkpoints.owes_validation = is_due and number != 0
             if validation is not None and is_due and not number:
                 loss = validation.run(step)
+                number = validation.stopped_by
+            self._checkpoints.owes_validation = is_due and number != 0
         with self._metrics.excluding():
             self._save_if_due(step, loss)
         self._known = replace(self._known, validated=max(step, self._known.validated))
