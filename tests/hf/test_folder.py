@@ -186,6 +186,48 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, run_ranks: RunR
     assert said.startswith(f"{path}: {name} holds NaN or infinite values")
 
 
+def train_with_masks(rank: int, world_size: int, folder: Path) -> tuple[list[float], Tensor | None]:
+    plan = plan_of(folder)
+    with zorselike.hf.pipeline(folder, plan, dtype=torch.float64, optimizer=adamw, max_norm=0.5) as pipe:
+        results = [pipe.step_global(tokens(ROWS), tokens(ROWS)) for _ in range(3)]
+        assert all(0 < result.grad_norm < float("inf") for result in results)
+        return [result.loss for result in results], pipe.full_state_dict().get("lm_head.bias")
+
+
+def train_with_masks_alone(rank: int, world_size: int, folder: Path) -> tuple[list[float], Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    optimizer, losses = adamw(model.parameters()), []
+    for _ in range(3):
+        logits = model(tokens(ROWS), use_cache=False).logits
+        loss = token_cross_entropy(logits, tokens(ROWS)) / tokens(ROWS).numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses, model.lm_head.bias.detach()
+
+
+def test_outputs_of_a_padded_vocabulary_that_a_bias_masks_are_trained(
+    tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run_ranks(save, 1, "phi", tmp_path, "1GB")
+    (path,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(path)
+    unused = torch.ones_like(tensors["lm_head.bias"], dtype=torch.bool)
+    unused[tokens(ROWS).flatten()] = False
+    assert unused.any()
+    tensors["lm_head.bias"][unused] = -float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert plan_of(tmp_path).num_ranks == 3
+    losses, bias = run_ranks(train_with_masks, 3, tmp_path)[0]
+    ((expected, bias_alone),) = run_ranks(train_with_masks_alone, 1, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-10)
+    torch.testing.assert_close(bias, bias_alone, rtol=1e-9, atol=1e-12)
+
+
 def test_an_index_that_an_older_save_left_is_passed_over(tmp_path: Path, run_ranks: RunRanks) -> None:
     """As `transformers` does, which deletes the older files and not their index."""
     run_ranks(save, 1, "llama", tmp_path, "20KB")

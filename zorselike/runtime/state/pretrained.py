@@ -166,10 +166,13 @@ class _Place:
 
 
 def _refuse_nonfinite(values: Tensor, place: _Place) -> None:
-    """Raises `CheckpointError` where a file has NaN or infinity for a weight."""
+    """Raises `CheckpointError` where a file has NaN or infinity for a weight; a bias may have -inf, by
+    which the outputs of a padded vocabulary are masked."""
     dtype = values.dtype
     if not values.numel() or not dtype.is_floating_point or dtype.itemsize < _HALF_BYTES:
         return
+    if place.one.box.name.endswith("bias"):
+        values = values.masked_fill(values == -math.inf, 0)
     if not all(math.isfinite(end) for end in values.aminmax()):
         raise CheckpointError(
             f"{place.file.path}: {place.one.box.name} holds NaN or infinite values, with which every loss "
