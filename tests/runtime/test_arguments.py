@@ -167,9 +167,15 @@ def compile_in_place(model: nn.Sequential, name: str) -> None:
     model.get_submodule(name).compile()
 
 
+def script_layer(model: nn.Sequential) -> None:
+    model[1] = torch.jit.script(model[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (script_layer, "'1' is compiled by torch.jit"),
         (partial(compile_in_place, name=""), "the Sequential itself is compiled in place"),
         (partial(compile_in_place, name="1"), "'1' is compiled in place"),
         (hook_root, "the Sequential itself has hooks"),

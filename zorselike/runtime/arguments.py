@@ -111,6 +111,11 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
     planned = list(plan.ministage_of) if is_copied and plan.num_ministages > 1 else []
     units = find_units(model, list(plan.ministage_of))
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and (name in units or is_above(name, units)):
+            raise ConfigError(
+                f"model: '{name}' is compiled by torch.jit, which has no hooks, and is not sharded; give "
+                "the module itself, and pass compile=True"
+            )
         if module._compiled_call_impl is not None and (name in units or is_above(name, units)):
             what = f"'{name}'" if name else f"the {type(module).__name__} itself"
             raise ConfigError(
