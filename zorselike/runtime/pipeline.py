@@ -167,7 +167,7 @@ class HeteroPipeline(Stateful):
         if compile and not any(part.units for part in compiled.parts):
             raise ConfigError(
                 "compile=True compiles numbered layers, and a model that torch.export cuts has none; leave "
-                "it out, or pass split= for this model"
+                f"it out, or pass split= for this model. {compiled.parts[0].skeleton.note}".rstrip()
             )
         if dynamic_shapes:
             refuse_fixed_shapes(compiled)

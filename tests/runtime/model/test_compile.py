@@ -15,6 +15,7 @@ from ranks import RunRanks
 from torch import Tensor, nn
 
 from zorselike import HeteroPipeline
+from zorselike.errors import ConfigError
 from zorselike.models import build_model, get_config, module_names
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 
@@ -232,3 +233,16 @@ def test_a_layer_is_computed_again_by_the_graph_that_computed_it(run_ranks: RunR
     assert {rows: len(graphs) for rows, graphs in graphs_of.items()} == {2: 1, 3: 1, 4: 1, 5: 1}
     # Two layers share them, and later steps, and another pipeline, need no others.
     assert counts == [4, 4]
+
+
+def refuse_exported(rank: int, world_size: int) -> str:
+    setting = Setting()
+    with pytest.raises(ConfigError) as refused:
+        HeteroPipeline(setting.model(), setting.plan(), split="export", compile=True)
+    return str(refused.value)
+
+
+def test_a_model_without_layers_to_compile_is_refused_with_how_it_was_cut(run_ranks: RunRanks) -> None:
+    (said,) = run_ranks(refuse_exported, 1)
+    assert "compile=True" in said
+    assert "Llama is cut by torch.export" in said
