@@ -50,8 +50,6 @@ class Curve:
     method: Method
     points: tuple[tuple[float, float], ...]
     """What it goes through or, with `line`, by; repaired where measurements fell."""
-    held_out_error: float | None
-    """Mean relative error of the points that were left out; None where there were too few to choose."""
     slope_above: float
     """Beyond the largest measurement."""
     _inside: _Function = field(repr=False, compare=False)
@@ -106,8 +104,8 @@ def fit_curve(rows: Sequence[float], seconds: Sequence[float], *, name: str = "t
 @lru_cache(maxsize=1024)
 def _fit_points(points: tuple[tuple[float, float], ...]) -> Curve:
     """Remembered: a search makes the costs of hundreds of plans from one profile."""
-    method, error = _choose(points)
-    return Curve(method, points, error, _slope_above(points), _FITS[method](points))
+    method = _choose(points)
+    return Curve(method, points, _slope_above(points), _FITS[method](points))
 
 
 def lower_envelope(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -202,10 +200,10 @@ def _misses(points: _Points) -> bool:
     return any(abs(line(x) - y) > MAX_LINE_ERROR * y for x, y in points)
 
 
-def _choose(points: _Points) -> tuple[Method, float | None]:
-    """The way that predicts points left out best, and its mean relative error."""
+def _choose(points: _Points) -> Method:
+    """The way that predicts points left out best: of the least mean relative error."""
     if len(points) < MIN_POINTS_TO_CHOOSE:
-        return "pieces", None
+        return "pieces"
     errors: dict[Method, float] = {}
     for method in METHODS if find_spec("scipy") else _WITHOUT_SCIPY:
         if method == "spline" and (len(points) <= MIN_SPLINE_POINTS or _falls(points)):
@@ -213,8 +211,7 @@ def _choose(points: _Points) -> tuple[Method, float | None]:
         if method == "line" and _misses(points):
             continue
         errors[method] = fmean(_leave_out(points, i, _FITS[method]) for i in range(1, len(points) - 1))
-    best = min(errors, key=lambda method: errors[method])
-    return best, errors[best]
+    return min(errors, key=lambda method: errors[method])
 
 
 def _leave_out(points: _Points, position: int, fit: Callable[[_Points], _Function]) -> float:
