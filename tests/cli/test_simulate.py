@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from searched import LAYERS, WORKLOAD
+from searched import LAYERS, WORKLOAD, measure
 
 from zorselike.cli import main
 from zorselike.cli.model_choice import choose_model
-from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
 from zorselike.simulator.inputs import SimulationInputs
@@ -27,22 +26,7 @@ CLUSTER = Cluster(
     default_link=Link(1e9),
     name="home",
 )
-PROFILE = Profile(
-    model="chain",
-    layers=tuple(
-        LayerTimes(
-            kind="layer",
-            device=device,
-            dtype="float32",
-            sequence_length=100,
-            rows=(1, 8),
-            forward_s=(each, 8 * each),
-            backward_s=(2 * each, 16 * each),
-            source=Source("measured", date="2026-11-21"),
-        )
-        for device, each in (("A100-40", 0.1), ("T4", 0.4))
-    ),
-)
+PROFILE = measure("A100-40", "T4")
 PLAN = Plan(
     global_batch=8,
     groups=(

@@ -5,38 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import searched
 from handmade import GIB
 from hypothesis import given
 from hypothesis import strategies as st
+from searched import LAYERS
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import LayerTimes, Overheads, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.baselines.even import compare_even, find_even, make_data_parallel_plan
 from zorselike.simulator.inputs import SimulationInputs
 from zorselike.simulator.report.speeds import measure_speeds
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 SOURCE = Source("given")
-LAYERS = tuple(f"layers.{i}" for i in range(4))
-WORKLOAD = Workload(
-    model="chain",
-    sequence_length=100,
-    dtype="float32",
-    layers=tuple((name, "layer") for name in LAYERS),
-    kinds={
-        "layer": LayerKind(
-            name="layer",
-            num_parameters=10**6,
-            forward_flops_per_row=1e9,
-            input_elements_per_row=1000,
-            output_elements_per_row=1000,
-            activation_bytes_per_row=10**6,
-        )
-    },
-)
+KIND = replace(searched.WORKLOAD.kinds["layer"], num_parameters=10**6)
+WORKLOAD = replace(searched.WORKLOAD, kinds={"layer": KIND})
 FAST, SLOW = (
     Node(name="fast", devices=("A100-40",)),
     Node(name="slow", devices=("T4", "T4"), fabric=Link(1e15)),
