@@ -49,10 +49,7 @@ class Subject(Protocol):
 
 
 class FileLayer:
-    """Numpy arrays, written as the files of so many ranks."""
-
-    def __init__(self, num_ranks: int = 2) -> None:
-        self._num_ranks = num_ranks
+    """Numpy arrays, written as the files of two ranks."""
 
     def save(self, folder: Path, step: int, on_commit: OnCommit = ignore) -> None:
         lease = Lease(folder)
@@ -61,7 +58,7 @@ class FileLayer:
             partial = make_partial(folder, step)
             try:
                 tensors = make_tensors(step)
-                files = write_files(partial, tensors, num_ranks=self._num_ranks, seed=step)
+                files = write_files(partial, tensors, num_ranks=2, seed=step)
                 lease.check()
                 commit(partial, make_manifest(step, files, tensors))
                 on_commit()

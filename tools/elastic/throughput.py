@@ -100,15 +100,15 @@ class EmulatedJob(Job):
         object.__setattr__(self, "device", device)
 
 
-def make_emulation(scenario: Scenario = SCENARIO) -> Emulation:
+def make_emulation() -> Emulation:
     """The cluster, its best plan, and a profile that says how fast it is."""
-    workload, cluster = make_workload(scenario), make_cluster(scenario)
+    workload, cluster = make_workload(SCENARIO), make_cluster(SCENARIO)
     nodes = tuple(replace(node, name=f"node{i}") for i, node in enumerate(cluster.nodes))
     emulation = Emulation(
-        plan=Plan(scenario.num_rows, (), ()),
+        plan=Plan(SCENARIO.num_rows, (), ()),
         workload=workload,
         cluster=replace(cluster, nodes=nodes),
-        profile=make_profile(scenario, workload, UNIT_S),
+        profile=make_profile(SCENARIO, workload, UNIT_S),
         limit="kernel",
         num_steps=_STEPS_BEFORE,
     )

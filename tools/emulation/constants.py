@@ -66,11 +66,11 @@ class HostConstants:
         return float(np.interp(num_ranks, [own.num_ranks for own in times], by_ranks))
 
 
-def measure_constants(num_ranks: Sequence[int] = (2, 4, 8, 16)) -> HostConstants:
-    """Takes some ten seconds for each number of ranks."""
+def measure_constants() -> HostConstants:
+    """Takes some ten seconds for each number of ranks of Gloo."""
     overshoot = statistics.median(run_forked(_oversleep, 4))
     after_sleep, awake = (measure_actions(sleep_s) for sleep_s in (SLEEP_S, 0.0))
-    gloo = tuple(times for count in num_ranks for times in measure_gloo(count))
+    gloo = tuple(times for num_ranks in (2, 4, 8, 16) for times in measure_gloo(num_ranks))
     return HostConstants(overshoot, after_sleep, awake, gloo)
 
 
@@ -151,13 +151,11 @@ def _time(do: Callable[[], Any], repeats: int) -> float:
 # -- actions -------------------------------------------------------------------------------
 
 
-def measure_actions(sleep_s: float, num_steps: int = 4) -> Overheads:
+def measure_actions(sleep_s: float) -> Overheads:
     """Overheads from runs of the real runtime on four ranks whose layers sleep so long: with few layers in
     each ministage and with many; with ZeRO 2, and with ZeRO 3, where computations gather and reduce."""
     zero2, zero3 = (
-        draw_lines(
-            *(_time_actions(count, sleep_s, num_steps, zero=zero) for count in (FEW_UNITS, MANY_UNITS))
-        )
+        draw_lines(*(_time_actions(count, sleep_s, zero=zero) for count in (FEW_UNITS, MANY_UNITS)))
         for zero in (2, 3)
     )
     return Overheads(
@@ -170,7 +168,7 @@ def measure_actions(sleep_s: float, num_steps: int = 4) -> Overheads:
     )
 
 
-def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int) -> Seconds:
+def _time_actions(num_layers: int, sleep_s: float, *, zero: int) -> Seconds:
     workload = uniform_workload(4 * num_layers)
     emulation = Emulation(
         plan=_plan(workload, num_layers, zero),
@@ -178,7 +176,7 @@ def _time_actions(num_layers: int, sleep_s: float, num_steps: int, *, zero: int)
         cluster=Cluster(nodes=(Node(name="host", devices=(_DEVICE,) * 4),)),
         profile=uniform_profile(workload, sleep_s),
         limit="none",
-        num_steps=num_steps,
+        num_steps=4,
     )
     samples = ActionSamples(is_cpu=True)
     for own in run(emulation, records=True).ranks:
@@ -206,12 +204,12 @@ def uniform_workload(num_layers: int, *, elements: int = 1024, num_parameters: i
     )
 
 
-def uniform_profile(workload: Workload, seconds: float, device: str = _DEVICE) -> Profile:
+def uniform_profile(workload: Workload, seconds: float) -> Profile:
     """Every pass of every layer takes the same, and updates nothing."""
     source = Source("given")
     layer = LayerTimes(
         kind="layer",
-        device=device,
+        device=_DEVICE,
         dtype=workload.dtype,
         sequence_length=workload.sequence_length,
         rows=(1, 64),
@@ -219,7 +217,7 @@ def uniform_profile(workload: Workload, seconds: float, device: str = _DEVICE) -
         backward_s=(seconds, seconds),
         source=source,
     )
-    update = UpdateTime(device=device, dtype=workload.dtype, seconds_per_parameter=0.0, source=source)
+    update = UpdateTime(device=_DEVICE, dtype=workload.dtype, seconds_per_parameter=0.0, source=source)
     return Profile(model=workload.model, layers=(layer,), updates=(update,))
 
 

@@ -34,7 +34,7 @@ from ..job import TINY_SHAPE, Job, Shape, spell_bytes
 from ..trainers import OurTrainer, config_of, make_plan
 from .gaps import describe_gaps, find_gaps
 from .part import Record, Settings
-from .trace import TRACE, compare_orders, find_exposure, number_starts, record_steps
+from .trace import TRACE, compare_orders, find_exposure, number_starts, record_step
 from .training import TINY, Outcome, Training, device_of, in_line, train
 
 _SHAPE = Shape(num_layers=16, dim=2048, num_heads=16, ffn_hidden=5504, microbatch_rows=2)
@@ -155,7 +155,7 @@ def run_case(record: Record) -> None:
         allocated = torch.cuda.max_memory_allocated() if is_cuda else None
         reserved = torch.cuda.max_memory_reserved() if is_cuda else None
         context = CudaMemory(processes.device).context_bytes() if is_cuda else 0
-        events = record_steps(trainer.step, settings.work / name, job.device)
+        events = record_step(trainer.step, settings.work / name, job.device)
         exposure = find_exposure(events, on_gpu=is_cuda)
         if name == "offloaded_4":
             record.keep(settings.work / name / TRACE, f"C-{name}-trace.json.gz")

@@ -18,7 +18,7 @@ from ..sections import GpuBench, count_flops, find_losses, find_ratios
 from ..trainers import config_of, make_trainer
 from .gaps import describe_gaps, find_gaps
 from .part import Record
-from .trace import find_exposure, record_steps
+from .trace import find_exposure, record_step
 
 _ORDER = ("a", "c", "b", "e", "p", "s", "d")
 """What targets ask for first; CPUOffloadPolicy, which is slowest, last."""
@@ -108,7 +108,7 @@ def run_exposure(record: Record) -> None:
     trainer = make_trainer(job)
     for _ in range(job.num_warm_up):
         trainer.step()
-    events = record_steps(trainer.step, record.settings.work / "exposure", job.device, num_steps=1)
+    events = record_step(trainer.step, record.settings.work / "exposure", job.device)
     found = find_exposure(events, on_gpu=job.device == "cuda")
     record.put("exposure", found)
     record.say(found.describe())

@@ -24,14 +24,13 @@ TRACE = "rank0_trace.json"
 """As `zorselike simulate --measured` looks for it."""
 
 
-def record_steps(step: Callable[[], object], folder: Path, kind: str, *, num_steps: int = 1) -> list[Event]:
-    """The events of some steps of a process by itself; the trace stays in the folder."""
+def record_step(step: Callable[[], object], folder: Path, kind: str) -> list[Event]:
+    """The events of a step of a process by itself; the trace stays in the folder."""
     folder.mkdir(exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "cuda")
     for _ in range(_MOST_TRIES):
         with profile(activities=activities) as profiler:
-            for _ in range(num_steps):
-                step()
+            step()
             if kind == "cuda":
                 torch.cuda.synchronize()
         profiler.export_chrome_trace(str(folder / TRACE))

@@ -20,23 +20,22 @@ from zorselike.planner.candidate.candidate import Sizes
 from zorselike.planner.rows.share_rows import RankCosts, check_costs, list_rounds, share_in_rounds
 
 
-def raise_zero(max_rows: Mapping[int, Sequence[int]], *, least: int = 0) -> int:
-    """The first stage from `least` on at which one row fits on every card; where there is none, the first of
+def raise_zero(max_rows: Mapping[int, Sequence[int]]) -> int:
+    """The first stage at which one row fits on every card; where there is none, the first of
     those at which it fits on most (the other cards then hold shards only).
 
     Args:
         max_rows: for each ZeRO stage in question, the rows that fit at once on each card of the group.
 
     Raises:
-        PlanError: No stage was given, or a row fits on no card at any.
+        PlanError: A row fits on no card at any stage.
     """
-    stages = sorted(stage for stage in max_rows if stage >= least)
+    stages = sorted(max_rows)
     fits = {stage: sum(rows >= 1 for rows in max_rows[stage]) for stage in stages}
     if not any(fits.values()):
-        tried = f"ZeRO {', '.join(map(str, stages))}" if stages else f"a ZeRO stage of {least} or more"
         raise PlanError(
-            f"batches: not one row fits on any card at {tried}; recompute, offload, or give the group "
-            "fewer layers"
+            f"batches: not one row fits on any card at ZeRO {', '.join(map(str, stages))}; recompute, "
+            "offload, or give the group fewer layers"
         )
     return max(stages, key=lambda stage: (fits[stage], -stage))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zorselike.planner.baselines.systems import Baseline, plan_baselines
 from zorselike.planner.problem import Fixed, PlanProblem
 
-from .paper import TABLE_5, TABLES, PaperCluster, make_clusters
+from .paper import TABLE_5, TABLES, make_clusters
 from .runs import Setup, make_setup
 
 OURS = {"TorchTitan-Het": "TorchTitan-Het", "HexiScale": "HexiScale-like", "Cephalo": "Cephalo-like"}
@@ -43,9 +43,7 @@ def make_problem(setup: Setup) -> PlanProblem:
     )
 
 
-def plan_cells(
-    folder: Path, *, say: Callable[[str], None] = print, clusters: Mapping[str, PaperCluster] | None = None
-) -> list[BaselineCell]:
+def plan_cells(folder: Path, *, say: Callable[[str], None] = print) -> list[BaselineCell]:
     """All of Table 5.
 
     Args:
@@ -54,7 +52,7 @@ def plan_cells(
     found = []
     for name, model in TABLE_5:
         say(f"cluster {name}: baselines of Llama {model}")
-        setup = make_setup(folder, model, (clusters or make_clusters())[name])
+        setup = make_setup(folder, model, make_clusters()[name])
         flops = setup.workload.flops_per_row(recompute=True) * setup.global_batch
         found.append(BaselineCell(name, model, flops, plan_baselines(make_problem(setup))))
     return found
