@@ -53,11 +53,6 @@ class Allocation:
     is_exact: bool = True
     """Whether nothing better exists; False where the search ended early."""
 
-    @property
-    def throughput(self) -> float:
-        """Iterations a second."""
-        return 1 / self.figures.iteration_s
-
 
 def find_allocation(
     problems: Sequence[Problem], pools: Sequence[Pool], goal: AllocationGoal, *, max_tried: float = inf
