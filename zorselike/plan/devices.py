@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zorselike.errors import ClusterError, PlanError
 from zorselike.plan.plan import Device, Plan
-from zorselike.plan.validate import check_alike
+from zorselike.plan.validate import check_replicas
 from zorselike.text.wording import count, list_few
 
 
@@ -45,7 +45,7 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
             mend = f"start {count(plan.num_ranks, 'process')} or make a plan for {len(running)}"
             raise PlanError(f"{counts}; {mend}")
         matched = {process.rank: process.rank for process in running}
-        _check_replicas(plan, running, matched)
+        check_replicas(plan, {process.rank: (process.node, process.type) for process in running})
         return matched
 
     hostname_of = _match_nodes(
@@ -60,18 +60,8 @@ def match_devices(plan: Plan, processes: Iterable[tuple[str, int, str, int]]) ->
             "Start what [[devices]] of the plan names, or plan for what runs; a node's name is its hostname, "
             "or what ZORSELIKE_NODE says there"
         )
-    _check_replicas(plan, running, matched)
+    check_replicas(plan, {matched[process.rank]: (process.node, process.type) for process in running})
     return matched
-
-
-def _check_replicas(plan: Plan, running: Sequence[Process], matched: Mapping[int, int]) -> None:
-    process_of = {matched[process.rank]: process for process in running}
-    for g, group in enumerate(plan.groups):
-        for i, replica in enumerate(group.replicas):
-            processes = [(rank, process_of[rank]) for rank in replica.ranks]
-            check_alike(
-                f"groups[{g}].ranks[{i}]", [(r, process.node, process.type) for r, process in processes]
-            )
 
 
 def _match_places(

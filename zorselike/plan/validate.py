@@ -198,18 +198,20 @@ def _validate_replicas(plan: Plan) -> None:
             f"sequence_length is {plan.sequence_length}, and groups[{-g}].ranks holds a replica of {most} "
             "ranks, each of which needs a position; give longer rows or smaller replicas"
         )
-    device_of = {device.rank: device for device in plan.devices}
+    check_replicas(plan, {device.rank: (device.node, device.type) for device in plan.devices})
+
+
+def check_replicas(plan: Plan, device_of: Mapping[int, tuple[str, str]]) -> None:
+    """Raises `PlanError` unless the devices of each replica, `(node, type)` by rank as far as they are known,
+    are alike and in one node: its ranks meet four times a layer, and each waits for the slowest. A type may
+    be unknown."""
     for g, group in enumerate(plan.groups):
         for i, replica in enumerate(group.replicas):
-            places = [(rank, device_of[rank]) for rank in replica.ranks if rank in device_of]
-            check_alike(
-                f"groups[{g}].ranks[{i}]", [(rank, device.node, device.type) for rank, device in places]
-            )
+            devices = [(rank, *device_of[rank]) for rank in replica.ranks if rank in device_of]
+            _check_alike(f"groups[{g}].ranks[{i}]", devices)
 
 
-def check_alike(where: str, devices: Sequence[tuple[int, str, str]]) -> None:
-    """Raises `PlanError` unless the devices of a replica, `(rank, node, type)` each, are alike and in one
-    node: its ranks meet four times a layer, and each waits for the slowest. A type may be unknown."""
+def _check_alike(where: str, devices: Sequence[tuple[int, str, str]]) -> None:
     for (rank, node, _), (other, its_node, _) in pairwise(devices):
         if node != its_node:
             raise PlanError(
