@@ -128,11 +128,14 @@ class Membership:
     def do(self, *effects: e.Effect) -> None:
         self._effects += effects
 
-    def send(self, to: Member, message: msg.Message) -> None:
-        """Opens a link first where there is none."""
+    def open(self, to: Member) -> None:
+        """Opens a link where there is none."""
         if to.id not in self.linked and to.id not in self.opening:
             self.opening.add(to.id)
             self.do(e.Open(to))
+
+    def send(self, to: Member, message: msg.Message) -> None:
+        self.open(to)
         self.do(e.Send(to.id, message))
 
     def set_timer(self, timer: str, delay_s: float) -> None:

@@ -81,9 +81,7 @@ class Seeking:
             m for m in machine.book.members if m.number < machine.me.number and not machine.is_gone(m.id)
         ]
         for member in lower[: machine.settings.fan_out]:
-            if member.id not in machine.linked and member.id not in machine.opening:
-                machine.opening.add(member.id)
-                machine.do(e.Open(member))
+            machine.open(member)
 
     def await_call(self, delay_s: float) -> None:
         """A meeting should come; if it does not, this member looks for a leader again."""

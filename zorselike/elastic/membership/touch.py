@@ -43,9 +43,7 @@ class Touch:
         parent = roster.parent(machine.me.id, fan_out)
         children = roster.children(machine.me.id, fan_out)
         for child in children:
-            if child.id not in machine.linked and child.id not in machine.opening:
-                machine.opening.add(child.id)
-                machine.do(e.Open(child))
+            machine.open(child)
         needed = {child.id for child in children} | ({parent.id} if parent else set())
         for id in [id for id in machine.linked if id in roster and id not in needed]:
             del machine.linked[id]
