@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,10 +44,8 @@ def test_values_shapes_dtypes_and_names_are_compared(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a", 7, before), save(tmp_path / "b", 8, changed)
     found = {difference.name: difference for difference in diff(a, b)}
     assert found.pop("step").what == "7 and 8" and found.pop("rows_seen").what == "56 and 64"
-    moved = found.pop("a.w")
-    assert moved.what == "2 of 35 elements, by up to 0.5" and moved.max_abs == pytest.approx(0.5)
-    lost = found.pop("exp_avg.a.b")
-    assert lost.what.startswith("1 of 7 elements") and lost.max_abs is not None and math.isnan(lost.max_abs)
+    assert found.pop("a.w").what == "2 of 35 elements, by up to 0.5"
+    assert found.pop("exp_avg.a.b").what == "1 of 7 elements, by up to nan"
     assert found == {
         "scale": Difference("scale", "dtype F32 and F64"),
         "emb": Difference("emb", "shape (11, 3, 2) and (5, 3, 2)"),

@@ -28,8 +28,6 @@ class Difference:
     name: str
     """Of a tensor, as files call it, or of a key of the manifest."""
     what: str
-    max_abs: float | None = None
-    """The largest absolute difference of two values; NaN where only one of them is a number."""
 
 
 def diff(a: Path, b: Path, *, progress: OnBytes | None = None) -> list[Difference]:
@@ -113,7 +111,7 @@ def _compare_values(
     if not num_different:
         return None
     return Difference(
-        entry_name(*key), f"{num_different} of {box.num_elements} elements, by up to {largest:.3g}", largest
+        entry_name(*key), f"{num_different} of {box.num_elements} elements, by up to {largest:.3g}"
     )
 
 
