@@ -528,6 +528,8 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ([*EIGHT, "--budget", "0s"], "--budget is 0s; give more than 0s"),
         ([*EIGHT, "--top", "0"], "--top is 0"),
         ([*EIGHT, "--zero", "1"], "go with --shares; for the search give such settings as --fix zero=2"),
+        ([*EIGHT, "--recompute", "none"], "go with --shares"),
+        ([*EIGHT, "--zero", "2", "--ministages", "1"], "go with --shares"),
         ([*EIGHT, "--shares", "--explain"], "--shares plans without a search"),
         ([*EIGHT, "--shares", "--quota", "T4=1"], "--shares plans without a search"),
         ([*EIGHT, "--quota", "T4=0", "A100-40=0"], "no devices may be used (all quotas are 0?)"),

@@ -121,19 +121,30 @@ class SharesOptions:
     """Give layers and rows in proportion to speed, with one group per device type or node. The following
     options go with it."""
 
-    group_by: Literal["type", "node"] = "type"
+    # None where an option was not given: beside a search even its default would be a wish that is ignored.
+    group_by: Annotated[
+        Literal["type", "node"] | None,
+        tyro.conf.arg(metavar="{type,node}", help_behavior_hint="(default: type)"),
+    ] = None
     """Whether a group is the devices of one type or of one node."""
 
-    ministages: int = 1
+    ministages: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1)")] = None
     """Number of ministages of each group."""
 
-    rows_per_microbatch: int = 1
+    rows_per_microbatch: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1)")
+    ] = None
     """Upper limit on the rows of a microbatch."""
 
-    zero: Literal[0, 1, 2, 3] = 2
+    zero: Annotated[
+        Literal[0, 1, 2, 3] | None, tyro.conf.arg(metavar="{0,1,2,3}", help_behavior_hint="(default: 2)")
+    ] = None
     """ZeRO stage of every group."""
 
-    recompute: Literal["none", "layer"] = "none"
+    recompute: Annotated[
+        Literal["none", "layer"] | None,
+        tyro.conf.arg(metavar="{none,layer}", help_behavior_hint="(default: none)"),
+    ] = None
     """Whether layers are recomputed in the backward pass."""
 
     offload: tuple[Literal["params", "optimizer", "activations"], ...] = ()

@@ -18,15 +18,9 @@ def print_shares_plan(command: PlanCommand) -> None:
     devices = {device for node in cluster.nodes for device in node.devices}
     inputs = load_inputs("plan", command, cluster, devices)
     clock = LayerTimeModel(inputs.profile, inputs.workload)
-    job = SharesJob(
-        global_batch=command.global_batch,
-        group_by=command.proportional.group_by,
-        ministages=command.proportional.ministages,
-        rows_per_microbatch=command.proportional.rows_per_microbatch,
-        zero=command.proportional.zero,
-        recompute=command.proportional.recompute,
-        offload=command.proportional.offload,
-    )
+    given = {name: own for name, own in vars(command.proportional).items() if own is not None}
+    del given["shares"]
+    job = SharesJob(global_batch=command.global_batch, **given)
     plan = plan_shares(inputs.workload, cluster, clock, job)
     plan.save(command.search.output)
     print(plan.explain())
