@@ -236,6 +236,28 @@ def test_a_model_on_meta() -> None:
         assert torch.equal(run_chain(parts, tokens(2)), materialised(tokens(2)).logits)
 
 
+@pytest.mark.parametrize("unpack", [None, lambda out: (out[1],), lambda out: out[1]])
+def test_a_tuple_reaches_the_loss_whole(unpack: Any) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.body(x)) * y
+            return self.first(h), self.second(h)
+
+    model, plan = TwoHeads(), plan_over(["body"], ["first", "second"], rows=ROWS)
+    inputs = torch.rand(3, 4), torch.rand(3, 8)
+    parts = partition(model, plan, unpack=unpack)
+    trace(parts, plan, *inputs)
+    with torch.no_grad():
+        found, expected = run_chain(parts, *inputs), model(*inputs)
+    expected = expected if unpack is None else unpack(expected)
+    assert type(found) is type(expected)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_ties_of_an_exported_model() -> None:
     model = hf_model(tie_word_embeddings=True)
     (tie,) = find_ties(model, hf_plan(model.config, 2))

@@ -127,7 +127,7 @@ class Exporter(Skeleton):
             tensors += tensors_in(make_kwargs(kwargs, rows))
             if param_dtype is not None:
                 tensors = [t.to(param_dtype) if t.is_floating_point() else t for t in tensors]
-        flat = _Flat(whole, len(inputs.tensors), kwargs, self._unpack)
+        flat = _Flat(whole, len(inputs.tensors), kwargs, self._returned)
         try:
             with _refusing_own_backwards(whole):
                 program = torch.export.export(flat, tuple(tensors), strict=False)
@@ -137,7 +137,6 @@ class Exporter(Skeleton):
             raise
         except Exception as error:
             raise self._refuse(first_line(error)) from error
-        self.returns_tuple = flat.returns_tuple
         has_rows = [True] * len(inputs.tensors) + [leaf.has_rows for leaf in _tensors_of(dict(kwargs))]
         try:
             return Flow(
@@ -150,6 +149,13 @@ class Exporter(Skeleton):
             )
         except CannotCut as error:
             raise self._refuse(str(error)) from error
+
+    def _returned(self, output: Any) -> tuple[Tensor, ...]:
+        """What the model returned, as the graph shall. Noted here: export puts back what a module changes."""
+        if self._unpack is not None:
+            output = self._unpack(output)
+        self.returns_tuple = isinstance(output, tuple)
+        return as_model_output(output, "the last ministage")
 
     def _is_everywhere(self, buffer: str) -> bool:
         """Whether every ministage has a buffer, or can have its values."""
@@ -290,14 +296,17 @@ class _Flat(nn.Module):
     """A model that takes tensors in one row and returns tensors, as the graph shall."""
 
     def __init__(
-        self, model: nn.Module, num_inputs: int, kwargs: KwargSpecs, unpack: Callable[[Any], Any] | None
+        self,
+        model: nn.Module,
+        num_inputs: int,
+        kwargs: KwargSpecs,
+        returned: Callable[[Any], tuple[Tensor, ...]],
     ) -> None:
         super().__init__()
         setattr(self, _INNER, model)
         self._num_inputs = num_inputs
         self._kwargs = kwargs
-        self._unpack = unpack
-        self.returns_tuple = False
+        self._returned = returned
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
         rest = iter(flat[self._num_inputs :])
@@ -305,12 +314,7 @@ class _Flat(nn.Module):
             name: map_leaves(spec, lambda leaf: next(rest) if isinstance(leaf, KwargTensor) else leaf)
             for name, spec in self._kwargs.items()
         }
-        output = getattr(self, _INNER)(*flat[: self._num_inputs], **kwargs)
-        if self._unpack is not None:
-            output = self._unpack(output)
-        # Export forbids new attributes on a module, not on what is no module.
-        vars(self)["returns_tuple"] = isinstance(output, tuple)
-        return as_model_output(output, "the last ministage")
+        return self._returned(getattr(self, _INNER)(*flat[: self._num_inputs], **kwargs))
 
 
 def _tell(value: Any) -> str:
