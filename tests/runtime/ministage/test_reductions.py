@@ -1,5 +1,6 @@
-"""What is there when a reduction begins. Autograd accumulates a gradient on the stream of the forward
-whose graph still holds that node: on a GPU nobody waits for that stream there.
+"""What is there when a reduction begins, and in which order gathers and reductions come. Autograd accumulates
+a gradient on the stream of the forward whose graph still holds that node: on a GPU nobody waits for that stream
+there.
 """
 
 from __future__ import annotations
@@ -9,8 +10,17 @@ import weakref
 import pytest
 import torch
 from ranks import RunRanks
-from tiny import Case, adamw, module_names
-from torch import Tensor
+from tiny import (
+    DIM,
+    VOCABULARY,
+    Case,
+    adamw,
+    assert_same,
+    module_names,
+    train_all_planned,
+    train_all_single,
+)
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from zorselike import HeteroPipeline
@@ -72,3 +82,46 @@ def test_reductions_begin_with_no_graph_of_a_forward(dtype: torch.dtype | None, 
         for num_alive, num_parameters, num_with_zeros in found:
             assert (num_alive, num_with_zeros) == (0, 0)
             assert num_parameters > 8
+
+
+class OwnParameters(nn.Module):
+    """Has some beside its modules, and returns what the last of these does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        scales = torch.linspace(0.5, 1.5, 2 * DIM, device="cpu").chunk(2)
+        self.scales = nn.ParameterList(map(nn.Parameter, scales))
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.embedding is not None else x
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return self.head(x) if self.head is not None else x
+
+
+class OwnParametersCase(Case):
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return OwnParameters().double()
+
+
+def test_ranks_with_fewer_microbatches_where_a_model_has_parameters_of_its_own(run_ranks: RunRanks) -> None:
+    """With ZeRO 3 the others gathered the last module first for a backward. A list of parameters is none that
+    is called."""
+    microbatches = (Microbatch(0, 0, 2), Microbatch(1, 2, 4), Microbatch(0, 4, 5))
+    whole, cut = (("embedding", "scales", "head"),), (("embedding",), ("scales",), ("head",))
+    cases = [
+        OwnParametersCase(
+            Plan(
+                5, (Group((1, 0), microbatches, zero=zero),), tuple(Ministage(0, names) for names in modules)
+            ),
+            num_layers=0,
+        )
+        for modules in (whole, cut)
+        for zero in range(4)
+    ]
+    (expected,) = run_ranks(train_all_single, 1, cases)
+    for case, ours, theirs in zip(cases, run_ranks(train_all_planned, 2, cases)[0], expected, strict=True):
+        assert_same(ours, theirs, case)

@@ -42,6 +42,7 @@ class Unit:
         inside_others = {id(m) for other in nested for m in other.modules()}
         self.name = name
         self.module = module
+        self._has_units_inside = bool(nested)
         self._own_modules = [m for m in module.modules() if id(m) not in inside_others]
         self.find_slots()
         self.anchors_real_forwards = False
@@ -130,6 +131,8 @@ class Unit:
             hidden = self._anchor(hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(args, kwargs, hidden)
         outputs = self._without_parameters(self._enter(*args, **kwargs))
+        if self._has_units_inside and self.owns_parameters:
+            outputs = map_tensors(outputs, _apart_from_units)
         if anchors and not self._is_nested:
             return self._anchor(outputs)
         return outputs
@@ -174,6 +177,12 @@ class Unit:
     def _buffers(self) -> list[Tensor]:
         found = (buffer for module in self._own_modules for buffer in module._buffers.values())
         return [buffer for buffer in found if buffer is not None]
+
+
+def _apart_from_units(output: Tensor) -> Tensor:
+    """What a unit inside has returned, for the module around to return: where both return the same tensor,
+    FSDP2 gathers the unit first for a backward, and in an anchor pass the module around."""
+    return output.view_as(output) if output._backward_hooks else output
 
 
 def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _marker: Tensor) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from zorselike.plan.plan import Plan
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 """What may simply lack a member; elsewhere a missing module is `None`."""
 
 
@@ -42,7 +43,7 @@ def loose_parameters(model: nn.Module, plan: Plan) -> list[str]:
 
 def find_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The plan's modules that exist under `module`; the members of a list or dictionary of modules
-    in its place, since it is never called itself."""
+    in its place, since it is never called itself, and nothing for one of parameters."""
     units: list[str] = []
     for name in names:
         try:
@@ -51,7 +52,7 @@ def find_units(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
             continue
         if isinstance(unit, nn.ModuleList | nn.ModuleDict):
             units += find_units(module, [join(name, key) for key in unit._modules])
-        else:
+        elif not isinstance(unit, _OF_PARAMETERS):
             units.append(name)
     return tuple(units)
 
@@ -120,8 +121,8 @@ class _Pruner:
         if fqn in self._mine:
             return self._own(child)
         if fqn in self._others:
-            # A loop over a list of modules goes on over none.
-            return type(child)() if type(child) in (nn.ModuleList, nn.ModuleDict) else None
+            # A loop over a list of modules, or of parameters, goes on over none.
+            return type(child)() if type(child) in (nn.ModuleList, nn.ModuleDict, *_OF_PARAMETERS) else None
         has_mine, has_others = (
             any(name.startswith(f"{fqn}.") for name in names) for names in (self._mine, self._others)
         )
