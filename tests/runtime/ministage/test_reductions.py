@@ -1,6 +1,6 @@
-"""What is there when a reduction begins, and in which order gathers and reductions come. Autograd accumulates
-a gradient on the stream of the forward whose graph still holds that node: on a GPU nobody waits for that stream
-there.
+"""What is there when a reduction begins, and in which order gathers and reductions come. Autograd
+accumulates a gradient on the stream of the forward whose graph still holds that node: on a GPU nobody waits
+for that stream there.
 """
 
 from __future__ import annotations
