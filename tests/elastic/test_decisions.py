@@ -440,3 +440,39 @@ def test_who_comes_and_refuses_every_plan_waits() -> None:
     assert decide("arrival", [*left, comes], (comes.id,), 2) is not None
     for refusing in ((comes.id,), (ids[0], comes.id)):
         assert decide("arrival", [*left, comes], refusing, 3) is None
+
+
+def test_who_comes_and_runs_out_of_memory_waits_and_the_others_hold_as_much_as_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Plans for it became smaller, for good, until there was none: the job ended."""
+    plan = next(plan for plan in map(make_plan, range(100)) if plan.num_ranks > 2)
+    founders = [make_member(number) for number in range(plan.num_ranks)]
+    (*left, lost), comes = founders, make_member(plan.num_ranks)
+    offers: dict[str, Any] = {
+        m.id: {"holds": [[1, 3, rank, plan.num_ranks]], "has_begun": m in founders}
+        for rank, m in enumerate([*left, comes])
+    }
+    leader = Leader(plan)
+    ids = tuple(member.id for member in founders)
+    decision = {"base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}, "exhausted": {}}
+
+    def decide(members: list[Member], failed: dict[str, str], gone: tuple[Member, ...] = ()) -> Any:
+        nonlocal ids, decision
+        leader.note(Generation(1, tuple(members), (), ids, "", 0, "start", decision, None))
+        there = {member.id: offers[member.id] for member in members}
+        decided = leader.decide(Request("loss", tuple(members), gone, (), (), failed, there, ()))
+        assert decided is not None
+        ids, decision = decided
+        return ids
+
+    assert comes.id in decide([*left, comes], {}, (lost,))
+    failed = {comes.id: "OutOfMemoryError: of the device"}
+    assert comes.id in decide([*left, comes], failed) and decision["plan"] == plan.format()
+    for _ in range(2):
+        alone = decide([*left, comes], failed)
+        assert alone == tuple(member.id for member in left)
+        failed = {}
+    assert [text for text in caplog.messages if "waits as a spare: its memory did not suffice" in text]
+    offers[comes.id]["has_begun"] = True
+    assert comes.id in decide([*left, comes], {})  # Who has done a step had enough.

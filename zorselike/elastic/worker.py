@@ -91,6 +91,7 @@ class ElasticWorker:
             "holds": [list(held.origin) for held in self._held()],
             "step": self.num_steps,
             "has_state": self.num_steps > 0,
+            "has_begun": self._has_begun,
             "sums": None if self.sums is None else [self.sums[0], list(self.sums[1])],
             "checkpoint": self._find_checkpoint(),
         }

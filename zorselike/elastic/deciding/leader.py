@@ -31,6 +31,8 @@ logger = logging.getLogger("zorselike")
 
 _NUM_TRIES = 3
 """Plans that members may refuse in one meeting."""
+_NUM_TRIES_TO_FIT = 2
+"""So often who has come may run out of memory before it has done a step."""
 
 
 class Leader:
@@ -103,10 +105,18 @@ class Leader:
             self.wanted = None
             logger.warning("elastic: all go on as before, as a change was refused: %s", request.refused[-1])
             return None
-        situation = self._describe(*self._list_members(request))
         short = [id for id, error in request.failed.items() if is_out_of_memory(error)]
+        counts = {**self.exhausted, **{id: self.exhausted.get(id, 0) + 1 for id in short}}
+        newcomers = _find_newcomers(request)
+        waiting = {id for id in newcomers if counts.get(id, 0) >= _NUM_TRIES_TO_FIT}
+        if said := [member for member in request.members if member.id in waiting and member.id in short]:
+            self._say_waiting(said, "its memory did not suffice for its first step")
+        members, refused = self._list_members(request)
+        situation = self._describe([member for member in members if member.id not in waiting], refused)
+        situation = replace(situation, exhausted=counts)
+        short = [id for id in short if id not in newcomers]
         try:
-            situation = self._note_exhausted(situation, short)
+            situation = self._relieve(situation, short)
             placement = self._place(situation, short)
         except PlanError as error:
             raise ClusterError(f"no plan for who is left: {error}") from None
@@ -167,15 +177,14 @@ class Leader:
         spares = tuple(member for member in members if member.id not in seated)
         return Situation(base, players, spares, tuple(refused), dict(self.slower), dict(self.exhausted))
 
-    def _note_exhausted(self, situation: Situation, short: Sequence[str]) -> Situation:
+    def _relieve(self, situation: Situation, short: Sequence[str]) -> Situation:
         """The situation once the memory of some did not suffice. Raises `PlanError` if less is impossible."""
-        counts = {**self.exhausted, **{id: self.exhausted.get(id, 0) + 1 for id in short}}
         try:
-            situation = relieve(situation, short)
+            return relieve(situation, short)
         except PlanError:
             if self.contingencies is None:  # Else another plan runs, and may leave room.
                 raise
-        return replace(situation, exhausted=counts)
+        return situation
 
     def _place(self, situation: Situation, short: Sequence[str] = ()) -> Placement:
         """What the planner says; after a refusal with settings that fewer models refuse. The plan that ran
@@ -276,7 +285,10 @@ class Leader:
             seconds = found.plan.estimates.iteration_s
             why = "the best plan with it" + (f" ({seconds:.3g} s a step)" if seconds else "")
             why += f" does not pay back within {self._payback_s:g} s"
-        for member in arrived:
+        self._say_waiting(arrived, why)
+
+    def _say_waiting(self, members: Sequence[Member], why: str) -> None:
+        for member in members:
             where = f"{member.node} local rank {member.local_rank}"
             logger.warning("elastic: %s waits as a spare: %s", where, why)  # Who leads need not be rank 0.
 
@@ -286,6 +298,13 @@ class Leader:
         self.step_s = step_s
         if is_news:
             self._compare()
+
+
+def _find_newcomers(request: Request) -> set[str]:
+    """Ids of who has done no step yet, where somebody who stays has. If the memory of these does not suffice
+    the others need not hold less, for whom it did."""
+    new = {id for id, offer in request.offers.items() if not offer.get("has_begun")}
+    return new if any(m.id not in new for m in request.members if m not in request.leaving) else set()
 
 
 def _find_sums(request: Request, source: Source | None) -> list[float] | None:
