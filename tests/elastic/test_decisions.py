@@ -476,3 +476,23 @@ def test_who_comes_and_runs_out_of_memory_waits_and_the_others_hold_as_much_as_b
     assert [text for text in caplog.messages if "waits as a spare: its memory did not suffice" in text]
     offers[comes.id]["has_begun"] = True
     assert comes.id in decide([*left, comes], {})  # Who has done a step had enough.
+
+
+def test_machines_of_one_name_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They counted as one node without a word."""
+    plan = next(plan for plan in map(make_plan, range(100)) if plan.num_ranks > 2)
+    members = [replace(make_member(i, node=f"n{i}"), host=f"10.0.0.{i}") for i in range(plan.num_ranks)]
+    here = replace(members[-1], host=members[0].host, node=members[0].node, local_rank=0)
+    leader = Leader(plan)
+
+    def begin(*members: Member) -> None:
+        offers: dict[str, Any] = {member.id: {} for member in members}
+        assert leader.decide(Request("start", members, (), (), (), {}, offers, ())) is not None
+
+    begin(*members[:-1], here)  # Two processes of one machine.
+    assert not caplog.messages
+    for _ in range(2):
+        begin(*members[:-1], replace(members[-1], node="n0"))
+    (said,) = caplog.messages
+    where = [f"{member.host}:{member.port}" for member in (members[0], members[-1])]
+    assert f"at {where[0]} and {where[1]} are both local rank 0 of node n0" in said

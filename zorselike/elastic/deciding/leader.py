@@ -65,6 +65,8 @@ class Leader:
         """By id: how often a member's memory did not suffice."""
         self._ask: Callable[[], object] | None = None
         """Asks for a decision; of who leads a generation that runs."""
+        self._namesakes: set[str] = set()
+        """Names that several machines seem to have; said so."""
         self.number = 0
         self.wanted: Plan | None = None
         """What a person, or a search, has found to be better."""
@@ -96,6 +98,7 @@ class Leader:
         Raises:
             ClusterError: Nobody can go on.
         """
+        self._say_namesakes(request.members)
         is_planned = not (request.lost or request.failed) and request.reason in (
             "notice",
             "arrival",
@@ -286,6 +289,24 @@ class Leader:
             why = "the best plan with it" + (f" ({seconds:.3g} s a step)" if seconds else "")
             why += f" does not pay back within {self._payback_s:g} s"
         self._say_waiting(arrived, why)
+
+    def _say_namesakes(self, members: Sequence[Member]) -> None:
+        """Says once where machines seem to have one name; all these members live, so that none is another's
+        replacement."""
+        first: dict[tuple[str, int], Member] = {}
+        for member in members:
+            other = first.setdefault((member.node, member.local_rank), member)
+            if other.host != member.host and member.node not in self._namesakes:
+                self._namesakes.add(member.node)
+                logger.warning(
+                    "elastic: members at %s and %s are both local rank %d of node %s and count as one "
+                    "machine: if they are two, give each a ZORSELIKE_NODE of its own, so that copies of "
+                    "state are on both",
+                    f"{other.host}:{other.port}",
+                    f"{member.host}:{member.port}",
+                    member.local_rank,
+                    member.node,
+                )
 
     def _say_waiting(self, members: Sequence[Member], why: str) -> None:
         for member in members:
