@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,3 +169,18 @@ def test_who_came_too_late_for_a_job_that_ended_well_has_not_failed(
 
     monkeypatch.setattr(run.subprocess, "Popen", start)
     assert run.keep(["program"], [{}] * len(codes)) == expected
+
+
+def test_where_a_job_cannot_be_founded_the_others_of_its_node_end(tmp_path: Path) -> None:
+    """Its port was taken after it had been looked at, say: they waited for minutes for who has it now."""
+    waits = tmp_path / "has waited"
+    script = f"""
+import os, pathlib, sys, time
+if "ZORSELIKE_FOUND" in os.environ:
+    sys.exit(2)
+time.sleep(20)
+pathlib.Path({str(waits)!r}).touch()
+"""
+    environments = [{**os.environ, "ZORSELIKE_FOUND": "127.0.0.1:1"}, {**os.environ}]
+    assert run.keep([sys.executable, "-I", "-S", "-c", script], environments) == 2
+    assert not waits.exists()

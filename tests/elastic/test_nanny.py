@@ -116,6 +116,12 @@ def test_a_recipe_that_is_wrong_is_not_tried_again(reached: Reached, tmp_path: P
     assert len(starts(tmp_path)) == 1
 
 
+def test_a_founder_that_never_founds_its_job_is_told_from_one_of_a_job_that_goes_on(tmp_path: Path) -> None:
+    unfounded = make(None, tmp_path, "say(last=-1); sys.exit(2)", ZORSELIKE_FOUND="a:1")
+    assert unfounded.run() == nannies.UNFOUNDED
+    assert make(None, tmp_path, "sys.exit(2)", ZORSELIKE_FOUND="a:1").run() == 2
+
+
 def test_an_expelled_worker_comes_again(
     reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,7 @@ def find_members(host: str, port: int, token: str) -> list[str]:
 def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs a nanny for each worker until all have ended; the first exit code that is not 0, but for workers
     that came too late in the place of lost ones, while others have ended well."""
-    from zorselike.elastic.meeting.nanny import LATE
+    from zorselike.elastic.meeting.nanny import LATE, MISTAKE, UNFOUNDED
 
     line = [sys.executable, "-m", "zorselike.elastic.meeting.nanny", "--", *command]
     nannies = [
@@ -188,6 +188,8 @@ def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> i
     try:
         while any(nanny.poll() is None for nanny in nannies):
             time.sleep(0.1)
+            if num_signals == 0 and UNFOUNDED in [nanny.returncode for nanny in nannies]:
+                pass_on()  # Else the others would wait for that founder.
             if num_signals > 1 and kill_s is None:
                 kill_s = time.monotonic() + _KILL_AFTER_S
             if kill_s is not None and time.monotonic() > kill_s:
@@ -197,5 +199,5 @@ def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> i
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    codes = {nanny.returncode: None for nanny in nannies}
+    codes = {MISTAKE if nanny.returncode == UNFOUNDED else nanny.returncode: None for nanny in nannies}
     return next((code for code in codes if code not in (0, LATE)), 0 if 0 in codes else LATE)

@@ -47,11 +47,13 @@ _MAX_STARTS = 3
 """So many of these one after the other, and no other is started."""
 _FIRST_WAIT_S = 1.0
 _MAX_LINE_BYTES = 1 << 16
-_MISTAKE = 2
+MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
 LATE = 75
 """Exit code where a worker in the place of a lost one has found nobody, or was to leave before it had a part:
 how the job has ended, others say."""
+UNFOUNDED = 76
+"""Exit code where the founder has ended with such a mistake before its job began."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -99,8 +101,9 @@ class Nanny:
                 return LATE
             if code == 0 or self._leaves or (known.over is not None and not known.may_return):
                 return code
-            if code == _MISTAKE and known.over is None:
-                return code  # Another one would make it too.
+            if code == MISTAKE and known.over is None:
+                # Another one would make it too.
+                return UNFOUNDED if FOUND in self._environment and known.last < 0 else code
             self._members = known.members or self._members
             self._say(f"worker {describe_end(code)}")
             contact = self._tell(known)
