@@ -10,8 +10,9 @@ from torch import nn
 from zorselike.plan.plan import Plan
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 """What may simply lack a member; elsewhere a missing module is `None`."""
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+"""What is never called and holds no module."""
 
 
 def join(prefix: str, name: str) -> str:
