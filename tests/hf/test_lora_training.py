@@ -16,6 +16,7 @@ import torch.distributed as dist
 import volume
 from hf_families import make_model, tokens
 from ranks import RunRanks
+from safetensors.torch import load_file, save_file
 from tiny import adamw
 from torch import Tensor
 
@@ -231,6 +232,13 @@ def begin_with(rank: int, world_size: int, folder: Path, adapters: Path) -> Any:
         return adapters_of(pipe.full_state_dict())
 
 
+def refuse_unknown(rank: int, world_size: int, folder: Path, adapters: Path) -> str:
+    model = zorselike.hf.build_on_meta(folder, lora=LORA)
+    with open_pipeline(folder, other_plan) as pipe, pytest.raises(CheckpointError) as caught:
+        zorselike.hf.load_adapters(pipe, model, adapters)
+    return str(caught.value)
+
+
 def save_adapters(rank: int, world_size: int, folder: Path, steps: Path) -> None:
     with open_pipeline(folder, other_plan) as pipe:
         pipe.step_global(*batch(0))
@@ -299,6 +307,17 @@ def test_checkpoints_hold_adapters_and_become_folders(
     assert merged_dtype == dtype == torch.float64
     assert (merged - expected).abs().max() < 1e-5 * expected.abs().max()
     assert sorted(p.name for p in (tmp_path / "merged").iterdir()) == sorted(p.name for p in folder.iterdir())
+
+
+def test_what_a_model_lacks_is_named_as_in_the_file(tmp_path: Path, run_ranks: RunRanks) -> None:
+    folder, adapters = make_folder(run_ranks, "llama", tmp_path / "model"), tmp_path / "adapters"
+    run_ranks(save_adapters, 2, folder, tmp_path / "steps")
+    (step,) = (tmp_path / "steps").glob("step-*")
+    export_adapters(step, adapters)
+    file, more = adapters / "adapter_model.safetensors", "base_model.model.lm_head.weight"
+    save_file({**load_file(file), more: torch.ones(2, 2)}, file)
+    for said in run_ranks(refuse_unknown, 2, folder, adapters):
+        assert said.endswith(f"this one has no {more}")
 
 
 def test_adapters_of_other_weights_are_refused(tmp_path: Path, run_ranks: RunRanks) -> None:

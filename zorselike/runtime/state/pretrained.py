@@ -105,7 +105,8 @@ class PretrainedWeights:
             raise OtherCheckpointError(f"{where}it holds no {list_few(missing)}")
         others = [name for name in self._places if name not in facts and name not in aliases]
         if unknown := [name for name in others if not any(re.search(p, name) for p in ignored)]:
-            raise OtherCheckpointError(f"{where}this one has no {list_few(unknown)}")
+            in_files = [place.one.box.name for name in unknown for place in self._places[name]]
+            raise OtherCheckpointError(f"{where}this one has no {list_few(in_files)}")
         for name, known in facts.items():
             for places in (self._places[name], *self._again.get(name, ())):
                 if wrong := _find_fault(places, name, known):
