@@ -190,6 +190,7 @@ def test_adapters_are_trained_and_handed_on(run_ranks: RunRanks, tmp_path: Path)
         (("--model.path", "{adapters}"), "holds adapters of peft and no model"),
         (("--lora.enable", "--lora.initial_load_path", "{adapters}"), "have rank 4 and alpha 8, and these"),
         (("--lora.enable", "--model.path", "{bare}"), "holds no weights, beside which adapters train"),
+        (("--lora.enable", "--model.path", "{bare}/gone"), "gone has no config.json"),
     ],
 )
 def test_what_is_wrong_with_adapters_is_said(

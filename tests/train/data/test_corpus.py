@@ -131,7 +131,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("hello world")
-    with pytest.raises(ConfigError, match=r"the tokenizer has 256 tokens, .* only 100"):
+    with pytest.raises(ConfigError, match=r'has 256 tokens, .* only 100: .*"vocab_size=256"'):
         open_rows(make_config(tmp_path, tmp_path / "x.txt"), vocab_size=100)
 
 

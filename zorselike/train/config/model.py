@@ -96,14 +96,14 @@ def _build_ours(name: str, flavor: str, overrides: Mapping[str, Any]) -> nn.Modu
 def _find_hugging_face(config: Config) -> TrainedModel:
     folder, own = Path(config.model.path).expanduser(), config.lora
     lora = Lora(own.rank, own.alpha or None, own.dropout, own.target_modules) if own.enable else None
+    # What is frozen has the dtype in which it computes, and where that is half precision there is no other.
+    frozen_dtype = torch.float32 if find_param_dtype(config) is None else None
+    model: Any = build_on_meta(folder, lora=lora, frozen_dtype=frozen_dtype)
     if own.enable and not holds_weights(folder):
         raise ConfigError(
             f"[lora] enable = true: {folder} holds no weights, beside which adapters train; train all of the "
             "model, or name the folder of one that is trained"
         )
-    # What is frozen has the dtype in which it computes, and where that is half precision there is no other.
-    frozen_dtype = torch.float32 if find_param_dtype(config) is None else None
-    model: Any = build_on_meta(folder, lora=lora, frozen_dtype=frozen_dtype)
     if own.initial_load_path:
         check_same_adapters(model, Path(own.initial_load_path).expanduser())
     text = model.config.get_text_config()

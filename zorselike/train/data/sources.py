@@ -114,7 +114,8 @@ def _check_vocabulary(tokenizer: Tokenizer | ChatTokenizer, vocab_size: int) -> 
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model of [model] only {vocab_size}: "
-            "use a model with a larger vocabulary, or another [model] hf_assets_path"
+            f'give one of ours as many by [model] override = ["vocab_size={tokenizer.vocab_size}"], '
+            "or let [model] hf_assets_path name another tokenizer"
         )
     return np.min_scalar_type(max(tokenizer.vocab_size - 1, 0)).name
 
