@@ -71,6 +71,28 @@ def test_actions_can_be_watched(run_ranks: RunRanks) -> None:
     assert in_ranks(run_ranks, watch) == [True] * 3
 
 
+def lose_in_place(rank: int, world_size: int, in_place: bool) -> list[list[float]]:
+    """Losses where the last outputs, a view as a linear layer with a bias returns it, are changed."""
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        halved = logits.mul_(0.5) if in_place else logits * 0.5
+        return token_cross_entropy(halved, targets)
+
+    found = []
+    for zero in (2, 3):
+        model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)).double()
+        group = Group((0, 1), (Microbatch(0, 0, 2), Microbatch(1, 2, 4), Microbatch(0, 4, 5)), zero=zero)
+        plan = Plan(5, (group,), (Ministage(0, ("0", "1")),))
+        with HeteroPipeline(model, plan, optimizer=adamw, loss_fn=loss_fn, seed=0) as pipe:
+            found.append([pipe.step_global(*CASE.batch(step)).loss for step in range(3)])
+    return found
+
+
+def test_a_loss_may_change_outputs_in_place(run_ranks: RunRanks) -> None:
+    first, second = (in_ranks(run_ranks, lose_in_place, 2, in_place) for in_place in (True, False))
+    assert first == second
+
+
 def report_rows(rank: int, world_size: int) -> tuple[list[int], list[int], list[int]]:
     with HeteroPipeline(CASE.model(), CASE.plan) as pipe:
         return pipe.input_rows, pipe.target_rows, pipe.rows

@@ -432,8 +432,8 @@ def check_additive(
         outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor), dim))
         rows = 2
     halves = [slice(0, rows // 2), slice(rows // 2, rows)]
-    with torch.no_grad():
-        loss, count = loss_fn(outputs, targets), count_fn(targets)
+    with torch.no_grad():  # Of copies, as a loss may change what it is given.
+        loss, count = loss_fn(map_tensors(outputs, torch.clone), targets), count_fn(targets)
         if not isinstance(loss, Tensor) or loss.dim():
             return  # No number, which who takes the loss refuses.
         losses = [loss_fn(_cut(outputs, dim, half), _cut(targets, dim, half)) for half in halves]
@@ -443,7 +443,7 @@ def check_additive(
 
 
 def _cut(value: Any, dim: int, part: slice) -> Any:
-    return map_tensors(value, lambda tensor: tensor[(slice(None),) * dim + (part,)])
+    return map_tensors(value, lambda tensor: tensor[(slice(None),) * dim + (part,)].clone())
 
 
 def _require_sum(what: str, whole: Any, split: Sequence[Any], whole_size: str) -> None:
