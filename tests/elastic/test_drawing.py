@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -68,20 +67,3 @@ def test_the_end_waits_for_what_is_being_drawn_and_nothing_more_is() -> None:
         thread.join()
     drawings.draw_ahead(plan)
     assert built == ["model"]
-
-
-def test_the_model_that_is_built_for_its_digest_is_drawn() -> None:
-    """A factory that reads weights read them twice."""
-    built: list[nn.Module] = []
-
-    def build() -> nn.Module:
-        built.append(Decoder(1))
-        return built[-1]
-
-    plan = Plan(1, (Group((0,), (Microbatch(0, 0, 1),)),), (Ministage(0, tuple(module_names(1))),))
-    drawings = Drawings(build, Options(), torch.device("cpu"))
-    settings = drawings.list_settings(will_draw=True)
-    drawings.draw(plan, 0)
-    assert drawings.list_settings() == settings and len(built) == 1
-    drawings.draw(replace(plan, model="another"), 0)
-    assert len(built) == 2  # Each is used once.

@@ -91,31 +91,17 @@ class Drawings:
         self._dtype = options.param_dtype
         """Known from the first pipeline on, where the cards of the job decide."""
         self._digest: int | None = None
-        self._unused: nn.Module | None = None
-        """A model that was built for its digest."""
 
-    def list_settings(self, *, will_draw: bool = False) -> dict[str, str]:
-        """In what all processes of a job must be alike, as this one was given it. `will_draw`: the model that
-        is built for that is kept, as its weights may take long to read."""
+    def list_settings(self) -> dict[str, str]:
+        """In what all processes of a job must be alike, as this one was given it."""
         if self._digest is None:
-            model = self._build_model()
-            self._digest = digest_parameters(model)
-            if will_draw:
-                with self._lock:
-                    self._unused = model
+            self._digest = digest_parameters(self._factory())
         callers = {str(name): str(value) for name, value in self._options.settings.items()}
         given = {name: str(getattr(self._options, name)) for name in SETTINGS}
         own = {"the digest of the model's parameters": f"{self._digest:014x}"}
         # First: another version may have other settings.
         versions = {"zorselike": __version__, "torch": base_version(torch.__version__)}
         return {**versions, **callers, **given, **own}
-
-    def _build_model(self) -> nn.Module:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # The factory may use it; a thread would open the first.
-        with self._lock:
-            model, self._unused = self._unused, None
-        return self._factory() if model is None else model
 
     @property
     def computes_in(self) -> str | None:
@@ -175,7 +161,9 @@ class Drawings:
             return drawn
 
     def _make(self, plan: Plan, dtype: torch.dtype | None) -> _Drawn:
-        model, options = self._build_model(), self._options
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # The factory may use it; this thread would open the first.
+        model, options = self._factory(), self._options
         refuse_with_replicas(plan, dynamic_shapes=options.dynamic_shapes)
         self._is_light = all(parameter.is_meta for parameter in model.parameters())
         scales = computes_in_fp16(model, dtype)
@@ -219,7 +207,7 @@ class Drawings:
             drawn = self._drawn.pop(plan.fingerprint, None)
         options = self._options
         pipe = HeteroPipeline(
-            drawn.model if drawn else self._build_model(),
+            drawn.model if drawn else self._factory(),
             without_devices(plan),
             optimizer=options.optimizer,
             loss_fn=options.loss_fn,

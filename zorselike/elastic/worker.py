@@ -102,21 +102,19 @@ class ElasticWorker:
         if decided is None:
             return None
         ranks, decision = decided
-        will_draw = self.control.id in ranks
-        settings = self._drawings.list_settings(will_draw=will_draw)
-        own = {"settings": settings, "computes_in": self._drawings.computes_in}
+        own = {"settings": self._drawings.list_settings(), "computes_in": self._drawings.computes_in}
         return ranks, {**decision, **own}
 
     def prepare(self, ranks: tuple[str, ...], decision: Json) -> None:
         """See `Worker`."""
         plan = Plan.parse(decision["plan"])
-        if self.control.id in ranks and not self.take_settings(decision, will_draw=True):
+        if self.control.id in ranks and not self.take_settings(decision):
             self._drawings.draw(plan, ranks.index(self.control.id))
 
-    def take_settings(self, decision: Json, *, will_draw: bool = False) -> str:
+    def take_settings(self, decision: Json) -> str:
         """Computes in the dtype of those who were there before; gives in what this process is not like the
         one that leads, if anything."""
-        own, there = self._drawings.list_settings(will_draw=will_draw), decision["settings"]
+        own, there = self._drawings.list_settings(), decision["settings"]
         self._drawings.compute_in(decision["computes_in"])
         return next(
             (
