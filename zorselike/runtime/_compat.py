@@ -119,12 +119,17 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 class _OneByOne(dist.ProcessGroupGloo):
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, *, enable_reconfigure: bool = False
+    ) -> None:
+        """`enable_reconfigure`: from torch 2.14 on `new_group` says whether."""
         gloo: Any = dist.ProcessGroupGloo
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         options = gloo._Options()
         options._timeout = timeout
         options._threads = 1
+        if enable_reconfigure:
+            options.enable_reconfigure = True
         options._devices = [gloo.create_device(interface=name) for name in interfaces]
         options._devices = options._devices or [gloo.create_default_device()]
         super().__init__(store, rank, size, options)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
+from torch.distributed import distributed_c10d
 
+from zorselike.runtime import _compat
 from zorselike.runtime.comm import ranks
 from zorselike.runtime.comm.ranks import Groups, Ranks
 
@@ -75,3 +78,13 @@ def test_groups_are_their_own_and_wait_as_long_as_a_step_may_take(
     """Also where `init_process_group` was given a device, from whose communicator torch would split them."""
     limits = timedelta(days=1), 1
     assert run_ranks(make_groups, 3, bound) == [[limits] * 2, [limits] * 2, [limits] * 3]
+
+
+def test_torch_may_say_more_of_a_gloo_group_than_it_did(tmp_path: Path) -> None:
+    """From 2.14 on it says whether groups may be reconfigured."""
+    with _compat.one_collective_at_a_time():
+        make: Any = distributed_c10d.ProcessGroupGloo
+    group = make(
+        dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=30), enable_reconfigure=False
+    )
+    assert group.size() == 1
