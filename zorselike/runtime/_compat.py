@@ -179,15 +179,14 @@ def release_groups(mesh: DeviceMesh) -> None:
     getattr(mesh, "_pg_registry", {}).clear()
 
 
-def abort_groups(groups: Sequence[dist.ProcessGroup], *, deadline_s: float) -> bool:
-    """Ends what these groups, which have NCCL, still run; whether all of it ended in time. (What Gloo runs
-    ends with its connections.)
+def abort_groups(groups: Sequence[dist.ProcessGroup], device: int, *, deadline_s: float) -> bool:
+    """Ends what these groups, which have NCCL on that device, still run; whether all of it ended in time.
+    (What Gloo runs ends with its connections.) From any thread.
 
     Not seen on a GPU yet. Each from a thread of its own, because aborting one after the other can hang
     (pytorch#119797, nccl#1013); by torch's documentation only with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` set
     before the first group is made, lest its watchdog ends the process.
     """
-    device = torch.cuda.current_device() if groups else 0
 
     def abort(group: dist.ProcessGroup) -> None:
         torch.cuda.set_device(device)  # Or this thread would open a context on the first card.

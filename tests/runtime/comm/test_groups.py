@@ -23,7 +23,7 @@ def test_two_threads_abort_once(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, calls = Groups(Ranks(0, (0,))), []
     begun, may_end = threading.Event(), threading.Event()
 
-    def abort(doomed: list[Any], *, deadline_s: float) -> bool:
+    def abort(doomed: list[Any], device: int, *, deadline_s: float) -> bool:
         calls.append(list(doomed))
         assert groups.is_aborted
         begun.set()
@@ -40,6 +40,26 @@ def test_two_threads_abort_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups.abandon() and may_end.is_set()
     frees.join()
     assert calls == [["nccl"]] and not groups._made
+
+
+def test_any_thread_aborts_on_the_device_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has used no GPU yet has the first, where it would open a context."""
+    main, used, aborted = threading.current_thread(), [], []
+
+    class Group(dist.ProcessGroup):
+        def abort(self) -> None:
+            aborted.append(self)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2 if threading.current_thread() is main else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(ranks, "has_nccl", lambda group: True)
+    monkeypatch.setattr(ranks, "let_wait", lambda group, limit: None)
+    groups, made = Groups(Ranks(0, (0,))), Group(0, 1)
+    groups._keep(made)
+    frees = threading.Thread(target=groups.abort)
+    frees.start()
+    frees.join()
+    assert aborted == [made] and used == [2]
 
 
 def test_where_nothing_is_aborted_what_is_computed_counts() -> None:

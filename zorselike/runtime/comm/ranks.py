@@ -9,6 +9,7 @@ from datetime import timedelta
 from threading import Lock
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,6 +58,8 @@ class Groups:
     """Whether streams went on past what waits for other ranks: what they compute after that is worthless."""
     _made: list[ProcessGroup] = field(default_factory=list)
     _meshes: list[DeviceMesh] = field(default_factory=list)
+    _device: int = 0
+    """Of NCCL's; who aborts may be a thread that has none."""
     _aborting: Lock = field(default_factory=Lock)
     _has_ended: bool | None = None
 
@@ -82,6 +85,8 @@ class Groups:
     def _keep(self, group: Any) -> ProcessGroup:
         assert isinstance(group, ProcessGroup)
         let_wait(group, _PATIENCE)
+        if has_nccl(group):
+            self._device = torch.cuda.current_device()
         self._made.append(group)
         return group
 
@@ -119,7 +124,7 @@ class Groups:
             if self._has_ended is None:
                 doomed = list(filter(has_nccl, self._made))
                 self.is_aborted = bool(doomed)
-                self._has_ended = abort_groups(doomed, deadline_s=_ABORT_S)
+                self._has_ended = abort_groups(doomed, self._device, deadline_s=_ABORT_S)
             return self._has_ended
 
     def abandon(self) -> bool:
