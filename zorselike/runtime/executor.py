@@ -65,7 +65,7 @@ class Executor:
         run = _Run(batch, loss, boundaries, train)
         self._streams.begin()
         self._busy.restart()
-        self._transport.begin(train=train)
+        self._transport.begin(boundaries[0], train=train)
         for action in self._step_actions if train else self._evaluate_actions:
             with record_function(action.text):  # It costs as much as short actions: not watched.
                 self.enter(action)

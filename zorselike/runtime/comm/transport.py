@@ -6,9 +6,9 @@ first group, and on those that are too many for a rank's streams. So two ranks h
 activations and one for gradients. They cannot have one: it runs what it is given in order, and a send behind
 a receive that is posted early would wait for what the other rank computes from that send.
 
-In its first step and its first evaluation a pipeline uses Gloo alone. A receive or send of NCCL that waits
-occupies the GPU, and launching a kernel for the first time waits for all that the GPU runs ("Lazy Loading" in
-the CUDA programming guide): two ranks that do so at once would wait for each other.
+In its first step and its first evaluation of inputs of a shape a pipeline uses Gloo alone. A receive or send
+of NCCL that waits occupies the GPU, and launching a kernel for the first time waits for all that the GPU runs
+("Lazy Loading" in the CUDA programming guide): two ranks that do so at once would wait for each other.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Transport:
         """Of the step before, on their way."""
         self._detours: dict[Edge, _Channel] = {}
         """What takes the place of channels over NCCL in a first pass."""
-        self._begun: set[bool] = set()
+        self._begun: set[tuple[Signature, bool]] = set()
         self._is_first = False
         host = groups.make(range(groups.ranks.world_size), "gloo") if edges else None
         for edge in edges:
@@ -235,10 +235,10 @@ class Transport:
 
     # -- one step --------------------------------------------------------------------------
 
-    def begin(self, *, train: bool) -> None:
-        """A step or an evaluation begins, on all ranks."""
-        self._is_first = train not in self._begun
-        self._begun.add(train)
+    def begin(self, inputs: Signature, *, train: bool) -> None:
+        """A step or an evaluation of such inputs begins, on all ranks."""
+        self._is_first = (inputs, train) not in self._begun
+        self._begun.add((inputs, train))
 
     def _find(self, action: Action) -> _Channel:
         edge = edge_of(self._ranks.rank, action)
