@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zorselike.cost.memory import walk_memory
-from zorselike.errors import PlanError
+from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime._compat import settle_device_guard
 from zorselike.runtime.alarm.watch import OnLoss
@@ -233,7 +233,9 @@ class Drawings:
 
 
 def find_memory(device: torch.device) -> int:
-    """Bytes that a device has in all."""
+    """Bytes that a device has in all. Raises `ConfigError` for a GPU where there is none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda', but torch finds no GPU here; leave it out, or give 'cpu'")
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return find_host_memory()

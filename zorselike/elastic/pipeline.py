@@ -36,7 +36,7 @@ from zorselike.runtime.memory_report import MemoryReport
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.runtime.processes.device import ParamDtype, find_device
+from zorselike.runtime.processes.device import ParamDtype, use_device
 from zorselike.runtime.result import StepResult
 from zorselike.runtime.state.save import Save
 from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
@@ -130,7 +130,7 @@ class ElasticPipeline:
         gc.collect()
         gc.freeze()  # What is imported need not be looked through each time that a generation is left.
         self._mirror_share, self._mirror_every = mirror_share, mirror_every
-        self.device = find_device("auto", without_gpu="") if device is None else torch.device(device)
+        self.device = use_device(device)
         options = Options(
             optimizer=optimizer,
             loss_fn=loss_fn,

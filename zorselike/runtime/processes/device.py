@@ -59,7 +59,7 @@ def use_device(wanted: torch.device | str | None) -> torch.device:
     if found is not None and found.index is not None:
         torch.cuda.set_device(found)
         return found
-    return find_device("auto", without_gpu="", rank=dist.get_rank())
+    return find_device("auto", without_gpu="", rank=dist.get_rank() if dist.is_initialized() else None)
 
 
 def _as_device(wanted: torch.device | str) -> torch.device:
