@@ -312,7 +312,7 @@ class Assembly:
         """Before the first step: refuses what `check_unit_order` does, and prepares for the rest."""
         check_unit_order(self.compiled, trace)
         for index, ministage in self.ministages.items():
-            ministage.note_sources(trace.sources[index])
+            ministage.note_calls(trace.sources[index], trace.changing[index])
 
     def describe(self) -> str:
         """A table: the plan, the parameters of each ministage, and the transport of this rank's channels."""

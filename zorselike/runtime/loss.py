@@ -88,8 +88,6 @@ class Loss:
 
     def add(self, outputs: Any, targets: Any, number: int) -> Tensor:
         """The loss sum of one microbatch."""
-        if isinstance(outputs, Tensor) and outputs.requires_grad and outputs._is_view():
-            outputs = _Apart.apply(outputs)  # type: ignore[no-untyped-call]
         loss = self._loss_fn(outputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
@@ -128,16 +126,3 @@ class Loss:
 
 def _show(loss: Any) -> str:
     return f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-
-
-class _Apart(torch.autograd.Function):
-    """The same values in the same memory, and no view. A loss may change them in place (`logits[..., n:] =
-    -inf`), which would take away the hook of a view by which FSDP2 hears of its backward."""
-
-    @staticmethod
-    def forward(_ctx: Any, outputs: Tensor) -> Tensor:
-        return outputs.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]

@@ -319,9 +319,10 @@ class ShardedMinistage:
         self.gradients.collect(streams.reduce if self._units.reduces_beside else streams.compute)
         self._has_unreduced = False
 
-    def note_sources(self, names: Collection[str]) -> None:
-        """Before the first step: which units are given nothing that carries a gradient."""
-        self._units.note_sources(names)
+    def note_calls(self, sources: Collection[str], changing: Collection[str]) -> None:
+        """Before the first step: which units are given nothing that carries a gradient, and which change in
+        place what they are given."""
+        self._units.note_calls(sources, changing)
 
     def dummy_forward(self, number: int, *, train: bool) -> None:
         """Joins a ZeRO 3 microbatch's gathers without computing."""

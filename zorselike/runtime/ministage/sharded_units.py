@@ -323,12 +323,15 @@ class ShardedUnits:
                 unit.is_anchor_pass = False
         return output
 
-    def note_sources(self, names: Collection[str]) -> None:
-        """Units that get nothing that carries a gradient: where a rank has no microbatch it must reduce in
-        the order of the others' backwards."""
+    def note_calls(self, sources: Collection[str], changing: Collection[str]) -> None:
+        """`sources`: units that get nothing that carries a gradient: where a rank has no microbatch it must
+        reduce in the order of the others' backwards. `changing`: those that change in place what they are
+        given, of which they cannot compute again."""
+        for unit in (*self._units, self._root):
+            unit.recomputes &= unit.name not in changing
         for unit in self._units:
             for part in (unit, *(piece for piece, _ in self._pieces_of(unit))):
-                part.is_source = self._reduces_in_backward and unit.name in names
+                part.is_source = self._reduces_in_backward and unit.name in sources
 
     def unreduced(self) -> list[Tensor]:
         """The whole gradients that the next reduction reads."""

@@ -49,7 +49,7 @@ class Unit:
         self.is_anchor_pass = False
         self.is_source = False
         """Whether nothing that it is given carries a gradient."""
-        self._recomputes = recompute
+        self.recomputes = recompute
         self._activations = activations
         self._random, self._random_name = random, random_name or name
         forward: Forward = module.forward
@@ -121,6 +121,9 @@ class Unit:
         if self.is_anchor_pass:
             # A copy: FSDP warns of modules that return a view, or their input itself.
             return self._anchor(self._pass_through(args[0]).clone(), give=self._give_zeros)
+        if not self.name:
+            # A ministage may change what enters it, unlike leaves and what FSDP2 makes of them.
+            args = map_tensors(args, _apart)
         if self.takes is not None:
             args, kwargs = with_hidden_states(args, kwargs, self.takes(hidden_states(args, kwargs)))
         # Of units inside each other an anchor pass gives the inner ones what carries a gradient, and FSDP2
@@ -131,8 +134,7 @@ class Unit:
             hidden = self._anchor(hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(args, kwargs, hidden)
         outputs = self._without_parameters(self._enter(*args, **kwargs))
-        if self._has_units_inside and self.owns_parameters:
-            outputs = map_tensors(outputs, _apart_from_units)
+        outputs = map_tensors(outputs, partial(self._hand_on, given=tensors_in((args, kwargs))))
         if anchors and not self._is_nested:
             return self._anchor(outputs)
         return outputs
@@ -148,6 +150,18 @@ class Unit:
             return outputs
         return map_tensors(outputs, lambda t: t.clone() if t.untyped_storage()._cdata in own else t)
 
+    def _hand_on(self, output: Tensor, *, given: Sequence[Tensor]) -> Tensor:
+        """An output as something of whose backward FSDP2 hears: who changes a view in place (`x =
+        self.linear(x); x += y`) takes its hooks away. A view of what was given is left to autograd."""
+        # Where a unit inside and the module around it return the same tensor, FSDP2 gathers the unit first
+        # for a backward, and in an anchor pass the module around.
+        is_inner = self._has_units_inside and self.owns_parameters and bool(output._backward_hooks)
+        if not is_inner and not output._is_view():
+            return output
+        storage = output.untyped_storage()._cdata
+        is_given = self.name and any(tensor.untyped_storage()._cdata == storage for tensor in given)
+        return output if is_given else _apart(output)
+
     def _anchor(self, x: Any, *, give: Callable[[], None] | None = None) -> Any:
         return anchor_zero_gradients(x, self.trainable_parameters(), give)
 
@@ -161,12 +175,12 @@ class Unit:
             self._random.enter(self._random_name)
         activations = self._activations
         if activations is None or not activations.is_keeping:
-            if self._recomputes:
+            if self.recomputes:
                 return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
         parameters = [p for unit in (self, *self._enclosing) for p in unit.parameters()]
         with activations.leaving_out([*parameters, *self._buffers()]):
-            if not self._recomputes:
+            if not self.recomputes:
                 return self._run(*args, **kwargs)
             restore = activations.save_inputs((args, kwargs))
             # The marker tells the checkpoint which device's random numbers to restore; the inputs
@@ -179,10 +193,19 @@ class Unit:
         return [buffer for buffer in found if buffer is not None]
 
 
-def _apart_from_units(output: Tensor) -> Tensor:
-    """What a unit inside has returned, for the module around to return: where both return the same tensor,
-    FSDP2 gathers the unit first for a backward, and in an anchor pass the module around."""
-    return output.view_as(output) if output._backward_hooks else output
+def _apart(x: Tensor) -> Tensor:
+    """The same values in the same memory, neither a leaf nor a view to autograd."""
+    return _Apart.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _marker: Tensor) -> Any:
@@ -239,7 +262,7 @@ class ZeroGradientAnchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, give: Callable[[], None] | None, *parameters: Tensor) -> Tensor:
         ctx.parameters, ctx.give = parameters, give
-        return x.clone() if x.numel() == 1 else x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -59,6 +59,8 @@ class Trace:
     """Names of the units of each ministage in the order of their calls."""
     sources: tuple[frozenset[str], ...]
     """Of these, which are given nothing that carries a gradient, such as embeddings."""
+    changing: tuple[frozenset[str], ...]
+    """Of these, which change in place what they are given; `""` where the ministage as a whole does."""
     layer_inputs: tuple[tuple[InputBytes, ...], ...]
     """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
@@ -177,6 +179,7 @@ def trace_step(
         sources=tuple(
             frozenset(call.name for call in recorder.calls if not call.carries_grad) for recorder in calls
         ),
+        changing=tuple(frozenset(recorder.changing) for recorder in calls),
         layer_inputs=tuple(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),
@@ -218,7 +221,10 @@ def run_parts(
             where = part.name
             kwargs = {k: v for k, v in make_kwargs(specs, rows).items() if k in part.accepts}
             recorder = Recorder({name: module.get_submodule(name) for name in part.units})
+            versions = [tensor._version for tensor in tensors]
             output = run_module(module, tensors, kwargs, where, recorder)
+            if [tensor._version for tensor in tensors] != versions:
+                recorder.changing.add("")
             for unit, parameter in recorder.strays.items():
                 mend = f"call '{unit}', or name a module in the plan that contains all of its uses"
                 if unit == parameter.rpartition(".")[0] and module.get_submodule(unit)._forward_pre_hooks:
@@ -242,7 +248,10 @@ def run_parts(
             tensors = as_boundary(output, where)
             _check_rows(tensors, rows, where, _CUT_MEND)
             tensors = tuple(
-                t.detach().requires_grad_(t.is_floating_point() and (t.requires_grad or all_trainable))
+                # No leaves, which autograd forbids to change in place; here a copy takes no memory.
+                t.detach()
+                .requires_grad_(t.is_floating_point() and (t.requires_grad or all_trainable))
+                .clone()
                 for t in tensors
             )
     return outputs, recorders
@@ -274,9 +283,7 @@ def run_module(
         raise
     except Exception as error:
         hint = ""
-        if "leaf Variable" in str(error):
-            hint = "; it changes its input in place: write x = x + y instead of x += y"
-        elif "'NoneType' object" in str(error):
+        if "'NoneType' object" in str(error):
             hint = "; a module of another ministage is None here, and this forward does not skip it"
         raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
 

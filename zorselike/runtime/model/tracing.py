@@ -178,6 +178,8 @@ class Recorder(TorchFunctionMode):
         self.overwritten: list[str] = []
         """Units with trainable parameters that changed in place what they were given, where that carries a
         gradient."""
+        self.changing: set[str] = set()
+        """All units that changed something in place that they were given."""
         self._versions: list[tuple[Tensor, int]] = []
         """Of what the unit that runs was given."""
         self._active: list[str] = []
@@ -220,15 +222,18 @@ class Recorder(TorchFunctionMode):
                 arguments = f"{_describe(args)} {_describe(kwargs)}"
                 carries_grad = any(tensor.requires_grad for tensor in tensors)
                 self.calls.append(UnitCall(name, arguments, given, carries_grad))
-                self._versions = [(t, t._version) for t in tensors if t.requires_grad]
+                self._versions = [(tensor, tensor._version) for tensor in tensors]
             self._active.append(name)
 
         return enter
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         name = self._active.pop()
-        if not self._active and any(tensor._version != version for tensor, version in self._versions):
-            self.overwritten += [name] if any(p.requires_grad for p in module.parameters()) else []
+        changed = [t for t, version in self._versions if t._version != version] if not self._active else []
+        if changed:
+            self.changing.add(name)
+        if any(t.requires_grad for t in changed) and any(p.requires_grad for p in module.parameters()):
+            self.overwritten.append(name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
