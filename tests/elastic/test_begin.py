@@ -15,8 +15,10 @@ from ranks import run_ranks
 
 import tools.elastic.ranks as job_ranks
 from tools.elastic.faults import make_small
-from tools.elastic.jobs import Fault, Job, run
+from tools.elastic.jobs import Fault, Job, JobFailedError, run
 from zorselike import ElasticPipeline, HeteroPipeline
+from zorselike.elastic.contract import Generation, Member, Request, StateLostError
+from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.worker import ElasticWorker
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.checkpoints import Loaded
@@ -122,6 +124,43 @@ def test_a_checkpoint_of_the_job_comes_after_what_it_began_with() -> None:
     assert begin_anew(pretrained, "ck-8") == (["pretrained", "ck-8"], {"from": "ck-8"}, "ck-8")
     assert begin_anew(lambda pipe: pipe.load("step-4"), None) == (["step-4"], {"from": "step-4"}, "step-4")
     assert begin_anew(lambda pipe: pipe.load("model-3"), None) == (["model-3"], {"from": "model-3"}, None)
+
+
+@pytest.mark.usefixtures("forks_inherit")
+def test_a_spare_that_is_left_alone_ends_the_job_and_does_not_begin_it_again() -> None:
+    job = make_small(Fault(2, 0, "kill", others=(1, 2)))
+    assert job.plan.num_ranks == 3
+    with pytest.raises(JobFailedError, match="no checkpoint of it is there"):
+        run(replace(job, num_spares=1))
+
+
+@pytest.mark.parametrize(
+    ("has_run", "has_begun", "num_steps", "is_refused"),
+    [(True, False, 0, True), (True, False, 4, False), (True, True, 0, False), (False, False, 0, False)],
+)
+def test_who_is_left_with_nothing_of_the_job_s_state_begins_it_from_a_checkpoint_alone(
+    has_run: bool, has_begun: bool, num_steps: int, is_refused: bool
+) -> None:
+    """All who had trained were lost as it came: it trained from step 0, as if that were the job's state."""
+    plan = make_small().plan
+    members = tuple(
+        Member(f"id{i}", i, "127.0.0.1", 0, f"node{i}", 0, "cpu", 2**34) for i in range(plan.num_ranks)
+    )
+    leader = Leader(plan)
+    worker = ElasticWorker(leader, SimpleNamespace())  # type: ignore[arg-type]
+    offers = {member.id: worker.offer() | {"has_begun": has_begun} for member in members}
+    request = Request("loss", members, (), (), members, {}, offers, (), has_run=has_run)
+    decided = leader.decide(request)
+    assert decided is not None
+    ids, decision = decided
+    generation = Generation(2, members, (), ids, "", 0, "loss", decision, None)
+    if not is_refused:
+        worker.refuse_lost_state(generation, num_steps)
+        return
+    with pytest.raises(StateLostError, match="no checkpoint of it is there") as caught:
+        worker.refuse_lost_state(generation, num_steps)
+    with pytest.raises(StateLostError):  # It ends, and tries nothing again.
+        worker.fail(caught.value)
 
 
 def test_a_save_that_is_not_there_yet_is_none_to_go_back_to(tmp_path: Path) -> None:

@@ -275,6 +275,25 @@ def test_an_arrival_that_is_not_needed_waits_and_is_there_after_a_loss() -> None
     assert runs_with(job, "m0", "m1", spare)
 
 
+def test_who_comes_as_all_others_are_lost_is_told_that_the_job_has_run() -> None:
+    requests = []
+
+    def decide(process: Process, ask: e.AskDecision) -> e.Event:
+        requests.append(ask.request)
+        return decide_all(process, ask)
+
+    job = start(1, decide=decide)
+    arrival = job.arrive("m0").id
+    while len(requests) == 1:
+        job.run(0.01)
+    job.kill("m0")
+    job.run(5)
+    assert runs_with(job, arrival)
+    first, *_, last = requests
+    assert not first.has_run and last.has_run
+    assert last.reason == "loss" and last.arrived == last.members
+
+
 @pytest.mark.parametrize("after_s", [0.0, 3.0, 5.0])
 def test_an_arrival_that_is_sent_to_a_leader_that_has_hung_joins_who_goes_on(after_s: float) -> None:
     job = start(3, settings=Settings(silence_s=4.0))

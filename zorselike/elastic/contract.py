@@ -71,6 +71,10 @@ class LeftError(ClusterError):
     """This member has left, as it or its node was asked to or as all have, or the job's last step is done."""
 
 
+class StateLostError(ClusterError):
+    """The job has run, and nobody has its state any more."""
+
+
 class GenerationOver(Exception):
     """Raised on the thread that trains where it waits for a generation that has ended meanwhile: abandon it
     and ask for the next one."""
@@ -97,6 +101,8 @@ class Request:
     """Why members refused earlier decisions of this meeting."""
     refusing: tuple[tuple[str, ...], ...] = ()
     """Ids of those who did, of each decision."""
+    has_run: bool = False
+    """Whether a generation of this job has run, of whom perhaps nobody is left."""
 
 
 class Worker(Protocol):

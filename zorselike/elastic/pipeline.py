@@ -464,6 +464,7 @@ class ElasticPipeline:
                 self._take_over(running.pipe, arrived)
         elif running.pipe is not None:
             self._begin_anew(running.pipe, decision["checkpoint"])
+            worker.refuse_lost_state(generation, running.pipe.num_steps)
         if running.pipe is not None:
             worker.note_counts(running.pipe)
             if decision["sums"] is not None:

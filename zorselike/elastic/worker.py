@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-from zorselike.elastic.contract import Control, Generation, Json, Member, Request
+from zorselike.elastic.contract import Control, Generation, Json, Member, Request, StateLostError
 from zorselike.elastic.deciding.decisions import Source, is_out_of_memory
 from zorselike.elastic.deciding.leader import Leader
 from zorselike.elastic.drawing import MAX_DRAWN, Drawings
@@ -171,8 +171,11 @@ class ElasticWorker:
         who then fails as well.
 
         Raises:
-            ClusterError: It has come to others who train, and fails again before it has done a step.
+            ClusterError: It has come to others who train, and fails again before it has done a step; or their
+                state is lost.
         """
+        if isinstance(error, StateLostError):  # To others, too.
+            raise error
         reason = f"{type(error).__name__}: {error}"
         may_recur = is_out_of_memory(reason)
         assert self.running is not None
@@ -189,6 +192,15 @@ class ElasticWorker:
                 ) from error
             self._failed_as = reason
         self.control.fail(error, step=self.num_steps, may_recur=may_recur)
+
+    def refuse_lost_state(self, generation: Generation, num_steps: int) -> None:
+        """Raises `StateLostError` where all who are left came when others trained, and begin at step 0."""
+        if generation.decision["is_orphaned"] and not num_steps:
+            raise StateLostError(
+                "all who had the job's state were lost before this process had any of it, and no checkpoint "
+                "of it is there: too many were lost at once; save one every now and then, and start the job "
+                "again"
+            )
 
     def note_counts(self, pipe: Stateful) -> None:
         """A step has ended, or a state was taken over."""

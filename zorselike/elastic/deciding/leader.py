@@ -142,6 +142,7 @@ class Leader:
             "givers": list(self.ranks) if is_planned else find_givers(request.offers, source),
             "sums": _find_sums(request, source),
             "checkpoint": checkpoint if source is None and not is_planned else None,
+            "is_orphaned": request.has_run and not any(o.get("has_begun") for o in request.offers.values()),
             "summary": describe_change(
                 self.plan,
                 placement,

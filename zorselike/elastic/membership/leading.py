@@ -373,6 +373,7 @@ class Leading:
             offers={id: vote.offer for id, vote in self._votes.items()},
             refused=tuple(self._refused),
             refusing=tuple(self._refusing),
+            has_run=base.number > 0,
         )
         self._request = replace(request, reason=self._find_reason(request, round.meet.urgent))
         machine.do(e.AskDecision(machine.promised[0], self._attempt, self._request))
