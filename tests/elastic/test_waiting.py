@@ -24,6 +24,7 @@ from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
 from zorselike.elastic.membership.machine import Membership
 from zorselike.elastic.membership.roster import Roster
+from zorselike.elastic.membership.round import Settings
 from zorselike.elastic.running import Running
 from zorselike.elastic.worker import ElasticWorker
 from zorselike.errors import ClusterError
@@ -51,7 +52,23 @@ def test_who_waits_is_told_for_what() -> None:
 def make_meeting(**options: Any) -> Meeting:
     listener = listen("127.0.0.1", 0)
     me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)
-    return Meeting(TrivialWorker(), me, listener, "token", **options)
+    return Meeting(TrivialWorker(), me, listener, options.pop("token", "token"), **options)
+
+
+def test_who_waits_where_another_token_is_asked_for_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had come before the founder, so that `zorselike run` had nobody to try its token on."""
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.02)
+    founder = make_meeting(num_founding=2)
+    limits = Settings(start_limit_s=1.5)
+    other = make_meeting(contact=[("127.0.0.1", founder.member.port)], token="old", settings=limits)
+    with pytest.raises(ClusterError, match="by its token"):
+        other.next_generation()
+    founder.close()
+    where = f"127.0.0.1:{founder.member.port}"
+    why = f"who listens at {where} refuses it: is its ZORSELIKE_JOB_TOKEN the job's?"
+    assert any(text.endswith(f"waits for a member of its job to answer; {why}") for text in caplog.messages)
 
 
 def test_a_founder_that_waits_says_so_once_and_then_that_it_has_a_part(

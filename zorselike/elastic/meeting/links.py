@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import json
 import os
 import secrets
 import selectors
@@ -127,6 +126,8 @@ class Links:
         self._contact: _Contact | None = None
         self._contact_failed: Callable[[str], None] | None = None
         self._pings = 0
+        self.refused_at = ""
+        """Where somebody listens who has not taken this process for one of its job."""
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         _OPEN.add(self)
@@ -483,6 +484,8 @@ class Links:
         dial = self._dial_of(connection)
         if dial is not None:
             dial.connection = None
+            if isinstance(dial, _Contact) and connection.peer_nonce:
+                self.refused_at = "{}:{}".format(*dial.addresses[-1])
 
 
 _OPEN: weakref.WeakSet[Links] = weakref.WeakSet()
@@ -494,7 +497,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def encode(message: msg.Message) -> bytes:
-    return json.dumps(msg.write(message), separators=(",", ":")).encode()

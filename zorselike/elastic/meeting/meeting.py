@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zorselike.elastic.contract import Generation, GenerationOver, Json, LeftError, Member, Worker
-from zorselike.elastic.meeting.links import Links, encode
+from zorselike.elastic.meeting.links import Links
 from zorselike.elastic.meeting.waiting import describe_wait, is_spare
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
@@ -313,7 +313,7 @@ class Meeting:
             if self._waits_s is None or now < self._waits_s + _SAY_AFTER_S:
                 return
             self._waits_s, before = now, self._said
-            self._said = describe_wait(self._machine) or before
+            self._said = describe_wait(self._machine, self._links.refused_at) or before
         if self._said != before:
             logger.warning("elastic: this process %s", self._said)
 
@@ -327,7 +327,7 @@ class Meeting:
         match effect:
             case e.Send(to, message):
                 if self._encoded[0] is not message:  # The same goes to many.
-                    self._encoded = (message, encode(message))
+                    self._encoded = (message, msg.encode(message))
                 self._links.send(to, self._encoded[1])
             case e.Open(member):
                 self._links.open(member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +261,11 @@ _KINDS: dict[str, type[Message]] = {
 
 def write(message: Message) -> Json:
     return {"kind": type(message).__name__.lower()} | write_dataclass(message, omit_defaults=True)
+
+
+def encode(message: Message) -> bytes:
+    """The same as a line of the wire."""
+    return json.dumps(write(message), separators=(",", ":")).encode()
 
 
 def read(table: object) -> Message:
