@@ -12,7 +12,9 @@ from device_problems import make_nodes, make_profile
 
 from tools.elastic.faults import deal_cells, make_matrix_job, make_plan, make_replica_job, make_small
 from tools.elastic.jobs import Fault, Job, JobFailedError, Outcome, run, run_alone
-from zorselike.elastic.contingency import SearchPlanner
+from zorselike.elastic.contingency import Contingencies, SearchPlanner
+from zorselike.elastic.contract import Member
+from zorselike.elastic.deciding.decisions import Situation
 from zorselike.plan.cluster.cluster import Cluster, Link
 from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
@@ -181,6 +183,26 @@ def test_a_better_plan_is_gone_over_to_and_those_for_losses_are_known_before() -
         assert first is None and len(others) == 2
         before, after = others
         assert before is not None and after is not None and before < after  # With fewer devices.
+
+
+def test_machines_that_the_cluster_file_has_not_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A saved `plan = "auto"` on other machines: no plan was ever found, and nobody said so."""
+    job = make_small()
+    planner = make_planner(job)
+
+    def meet(*nodes: str) -> Situation:
+        members = (Member(f"id{i}", i, "h", 0, node, 0, "cpu", 2**34) for i, node in enumerate(nodes))
+        return Situation(job.plan, tuple(members), ())
+
+    contingencies = Contingencies(planner)
+    contingencies.prepare(meet("x", "y"))
+    assert contingencies.wait(60) and contingencies.find(meet("x", "y")) is None
+    assert planner(meet("node0", "x")).ids == ("id0",)
+    assert caplog.messages == [
+        "elastic: no plan was found for who is there, and groups stay: the cluster file has nodes node0, "
+        "node1 and node2, and not x local rank 0 and y local rank 0",
+        "elastic: no plan is looked for with x local rank 0: not in the cluster file",
+    ]
 
 
 def test_a_card_that_becomes_slower_is_named_and_given_less() -> None:

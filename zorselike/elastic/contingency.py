@@ -8,6 +8,7 @@ enough faster to pay for going over to it, all go over to it between two steps.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.workload import Workload
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.search import search_plans
+from zorselike.text.wording import list_few
+
+logger = logging.getLogger("zorselike")
 
 _NICENESS = 15
 Key = frozenset[tuple[str, float, int]]
@@ -50,6 +54,8 @@ class SearchPlanner:
             is_mirrored=True,
         )
         self._budget_s = budget_s
+        self._unknown: set[str] = set()
+        """Who was said to have no place in the cluster."""
 
     def __call__(self, situation: Situation) -> Placement:
         """Raises `PlanError` where nothing fits, or nobody who is there is in the cluster."""
@@ -61,8 +67,13 @@ class SearchPlanner:
             for member in situation.members
             if (where := (member.node, member.local_rank)) in place_of
         }
+        known = {member.id for member in devices.values()}
+        others = [f"{m.node} local rank {m.local_rank}" for m in situation.members if m.id not in known]
         if not devices:
-            raise PlanError("no device of who is there is in the cluster that the planner knows")
+            raise PlanError(f"the cluster file has {list_few(names, 'node')}, and not {list_few(others)}")
+        if news := [other for other in others if other not in self._unknown]:
+            self._unknown.update(news)
+            logger.warning("elastic: no plan is looked for with %s: not in the cluster file", list_few(news))
         slower = {
             device: situation.slower[member.id]
             for device, member in devices.items()
@@ -98,6 +109,8 @@ class Contingencies:
         self._first: Key = frozenset()
         self._then: Callable[[], object] = lambda: None
         """Called once that situation's plan is found, or none is."""
+        self._said = ""
+        """Why none was found for who was there."""
 
     def place(self, situation: Situation) -> Placement:
         """At once: what was found for these members, else what the rule says."""
@@ -145,15 +158,20 @@ class Contingencies:
                     self._thread = None
                     return
                 situation = self._due.pop(0)
-            found = None
-            with contextlib.suppress(PlanError, ConfigError):
+            found, why = None, ""
+            try:
                 placement = self._planner(situation)
                 self._draw(placement)
                 found = placement
+            except (PlanError, ConfigError) as error:
+                why = str(error)
             with self._lock:
                 self._found[_key(situation)] = found
                 is_first, then = _key(situation) == self._first, self._then
             if is_first:
+                if why not in ("", self._said):
+                    self._said = why
+                    logger.warning("elastic: no plan was found for who is there, and groups stay: %s", why)
                 then()
 
 
