@@ -18,6 +18,7 @@ import zorselike.profiler.machine.examine
 import zorselike.profiler.session
 import zorselike.profiler.summary  # noqa: F401
 from zorselike.cli import main
+from zorselike.cli.main import COMMANDS
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
@@ -293,11 +294,34 @@ def test_what_was_not_measured_is_named(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    [*COMMANDS, *(f"checkpoint {name}" for name in ("ls", "verify", "show", "diff", "export", "import"))],
+)
 def test_help_answers(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main((command, "--help"))
-    assert ended.value.code == 0 and f"zorselike {command}" in capsys.readouterr().out
+        main((*command.split(), "--help"))
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and f"zorselike {command}" in said
+    assert "None" not in said and "(default: )" not in said  # Of Python, and nobody would write it.
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("--zero", "('0', '1', '2', '3')"),
+        ("--group-by", "('type', 'node')"),
+        ("--dtype", "('bfloat16', 'float16', 'float32')"),
+        ("--launch", "('torchrun', 'slurm', 'jobset', 'skypilot', 'ray')"),
+    ],
+)
+def test_a_wrong_choice_is_told_those_there_are(
+    capsys: pytest.CaptureFixture[str], option: str, choices: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(("plan", "--global-batch", "8", option, "7"))
+    words = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and f"Expected one of {choices}" in words
 
 
 def test_a_profile_of_something_else_is_not_continued(run: Any, tmp_path: Path) -> None:

@@ -29,10 +29,14 @@ class Doctor:
     It ends with an error if something would break the job.
     """
 
-    data: tuple[str, ...] = ()
+    data: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(default: none)")
+    ] = ()
     """Paths that every rank must be able to read."""
 
-    plan: Annotated[str | None, tyro.conf.arg(metavar="PLAN.toml")] = None
+    plan: Annotated[str | None, tyro.conf.arg(metavar="PLAN.toml", help_behavior_hint="(default: none)")] = (
+        None
+    )
     """Plan of the job, to check that it matches these nodes and devices."""
 
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"

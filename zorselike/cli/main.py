@@ -91,7 +91,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             description="Training on mixed GPUs; `--version` says which version this is. Training itself is "
             "torchrun -m zorselike.train.",
             args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff,),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
             console_outputs=prints,
         )
     )

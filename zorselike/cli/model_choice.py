@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from zorselike.cli.folder_choice import PREFIX, FolderOptions
+from zorselike.cli.options import one_of
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError, ProfileError
 from zorselike.plan.workload import Workload
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
+OVERRIDES = tyro.conf.arg(metavar="KEY=VALUE ...", help_behavior_hint="(default: none)")
 _NAMED = "(default: from the plan or profile)"
 
 
@@ -45,7 +47,7 @@ class ModelOptions(FolderOptions):
     flavor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint=_NAMED)] = None
     """Size within the family, such as 7b."""
 
-    override: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    override: Annotated[tuple[str, ...], OVERRIDES] = ()
     """Changed settings of the model, such as num_layers=8."""
 
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_NAMED)] = None
@@ -53,8 +55,8 @@ class ModelOptions(FolderOptions):
 
     dtype: Annotated[
         Dtype | None,
+        one_of(*get_args(Dtype)),
         tyro.conf.arg(
-            metavar="{bfloat16,float16,float32}",
             help_behavior_hint="(default: the profile's, else bfloat16 if all devices have it, else float16)",
         ),
     ] = None

@@ -5,12 +5,33 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 from zorselike.errors import ConfigError
 from zorselike.text.units import parse_size
 
 _WIDTHS = (60, 160)
 """Least and largest width of printed text, whatever the terminal's."""
+
+
+def one_of(*choices: str | int, several: bool = False) -> PrimitiveConstructorSpec[Any]:
+    """For the `Annotated` of an option of these values, or None where it is left out.
+
+    tyro itself would take the word None too, and list it, and the values in any order, for a wrong one.
+    """
+    values = {str(choice): choice for choice in choices}
+    return PrimitiveConstructorSpec(
+        nargs="*" if several else 1,
+        metavar="{" + ",".join(values) + "}",
+        instance_from_str=lambda words: (
+            tuple(values[word] for word in words) if several else values[words[0]]
+        ),
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [str(value)],
+        choices=tuple(values),
+    )
 
 
 def check_outputs(

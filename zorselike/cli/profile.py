@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import tyro
 
 from zorselike.cli.folder_choice import FolderChoice, FolderOptions
-from zorselike.cli.model_choice import ModelChoice, choose_model
+from zorselike.cli.model_choice import OVERRIDES, ModelChoice, choose_model
 from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError
 
@@ -32,13 +32,16 @@ class ProfileCommand(FolderOptions):
     gpu). A machine that does other work meanwhile is slower than its profile says.
     """
 
-    family: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: llama)")] = None
+    family: Annotated[
+        str | None,
+        tyro.conf.arg(aliases=["--model"], metavar="NAME", help_behavior_hint="(default: llama)"),
+    ] = None
     """Family of the built-in model whose layers are measured."""
 
     flavor: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: debug)")] = None
     """Size within the family, such as 7b."""
 
-    override: tuple[str, ...] = ()
+    override: Annotated[tuple[str, ...], OVERRIDES] = ()
     """Changed settings of the model, such as num_layers=8."""
 
     seq_len: int = 2048
@@ -66,10 +69,10 @@ class ProfileCommand(FolderOptions):
     only: tuple[_Part, ...] = _PARTS
     """Parts to measure."""
 
-    output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "profile.json"
+    output: Annotated[str, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = "profile.json"
     """Profile to write; an existing one is continued."""
 
-    cluster: str = "cluster.toml"
+    cluster: Annotated[str, tyro.conf.arg(metavar="FILE")] = "cluster.toml"
     """Cluster file to write; an existing one with the same nodes is kept."""
 
     again: bool = False
@@ -78,7 +81,9 @@ class ProfileCommand(FolderOptions):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure; `auto`: CUDA where torch finds a GPU, else CPU."""
 
-    memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    memory: Annotated[
+        str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="(default: all of it)")
+    ] = None
     """Memory to assume for every device, such as 16GiB, if less than it has."""
 
     largest_message: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "64MiB"

@@ -40,13 +40,19 @@ _Size = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
 class Show:
     """Show a plan, or with --fit the largest model that this machine can train."""
 
-    plan: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN.toml")] = None
+    plan: Annotated[
+        str | None,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="PLAN.toml", help_behavior_hint="(needed, or --fit)"),
+    ] = None
     """Plan to show."""
 
     schedule: bool = False
     """Also show every rank's actions in one step."""
 
-    schedule_csv: Annotated[str | None, tyro.conf.arg(metavar="FILE.csv")] = None
+    schedule_csv: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE.csv", help_behavior_hint="(default: none)")
+    ] = None
     """Also write these actions in the form of torch.distributed.pipelining, which has one rank a group."""
 
     fit: bool = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zorselike.simulator.inputs import SimulationInputs
     from zorselike.simulator.simulated_plan import SimulatedPlan
 
-_File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+_File = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,9 @@ class Simulate:
     cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER.toml")]
     """Cluster file: the machines and the links between them."""
 
-    profile: Annotated[_File, tyro.conf.arg(help_behavior_hint="(default: catalogue, no measurement)")] = None
+    profile: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: catalogue, no measurement)")
+    ] = None
     """Profile written by `zorselike profile`."""
 
     model: tyro.conf.OmitArgPrefixes[ModelOptions] = field(default_factory=ModelOptions)
@@ -62,7 +64,9 @@ class Simulate:
     """Also write a Chrome trace, for https://ui.perfetto.dev; gzipped if the name ends in .gz. It has a track
     for each resource of each rank, arrows from sends to receives, and memory."""
 
-    measured: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    measured: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: none)")] = (
+        None
+    )
     """With --trace: traces of a real step ([profiling] in a recipe) to show in the same file, such as
     outputs/RUN/profile_traces/iteration_10."""
 

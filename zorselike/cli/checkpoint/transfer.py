@@ -44,13 +44,13 @@ class Export:
     """Of floating-point weights. saved: as they are in the checkpoint, which for a model in half precision is
     the fp32 master (with --merge: as in the model's folder); model: as the model was given."""
 
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """Size of a file, unless one tensor alone is larger."""
 
     aliases: bool = False
     """Write tied weights under each of their names."""
 
-    like: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    like: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
     """Folder of the Hugging Face model that was trained: weights get the names that they have there, and its
     config and tokenizer files are copied, so that transformers' from_pretrained takes TARGET as it is. For
     adapters only where that folder has moved."""
@@ -122,7 +122,14 @@ class Import:
     """Make a checkpoint of weights in safetensors files, under the model's own names. Training begins with it
     at step 0."""
 
-    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES... FOLDER")]
+    paths: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(
+            metavar="FILES... FOLDER",
+            help_behavior_hint="(required)",
+        ),
+    ]
     """Safetensors files, or folders of them; last the folder of checkpoints, which is made if need be."""
 
     def run(self) -> None:

@@ -17,7 +17,15 @@ import tyro
 from zorselike.cli.options import check_at_least
 from zorselike.errors import ClusterError, ConfigError
 
-_Command = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND...")]
+_Command = Annotated[
+    tuple[str, ...],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="-- COMMAND...", help_behavior_hint="(required)"),
+]
+_Node = Annotated[
+    str | None,
+    tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: ZORSELIKE_NODE, else the hostname)"),
+]
 
 _KILL_AFTER_S = 60.0
 """After a second signal workers may finish their step so long."""
@@ -44,11 +52,13 @@ class Run:
     address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:29600"
     """Where the job is founded; other nodes must reach it."""
 
-    join: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    join: Annotated[
+        str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="(default: a job is founded)")
+    ] = None
     """Address of a member of a job that runs or is being started: this node's workers join it."""
 
-    node: str | None = None
-    """Name of this node; by default its hostname."""
+    node: _Node = None
+    """Name of this node."""
 
     def run(self) -> int:
         from zorselike.elastic.meeting.environment import (
@@ -128,8 +138,8 @@ class Join:
     command: _Command
     """Program of the worker, the same as the others'."""
 
-    node: str | None = None
-    """Name of this node; by default its hostname."""
+    node: _Node = None
+    """Name of this node."""
 
     def run(self) -> int:
         return Run(command=self.command, join=self.address, node=self.node).run()

@@ -105,10 +105,12 @@ class Leave:
     address: _Address
     """Of any member."""
 
-    node: str
+    node: Annotated[str, tyro.conf.arg(metavar="NAME")]
     """Name of the node, as `zorselike status` shows it."""
 
-    local_rank: int | None = None
+    local_rank: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all of them)")
+    ] = None
     """Only this one of the node's members."""
 
     def run(self) -> None:

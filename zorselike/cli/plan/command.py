@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 
 from zorselike.cli.launch.launchers import Launcher
 from zorselike.cli.model_choice import ModelOptions
-from zorselike.cli.options import check_outputs
+from zorselike.cli.options import check_outputs, one_of
 from zorselike.errors import ConfigError
 
 _Words = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
@@ -98,6 +98,7 @@ class SearchOptions:
 
     launch: Annotated[
         tuple[Launcher, ...] | None,
+        one_of(*get_args(Launcher), several=True),
         tyro.conf.arg(
             metavar="[torchrun|slurm|jobset|skypilot|ray ...]", help_behavior_hint="(default: none)"
         ),
@@ -124,7 +125,8 @@ class SharesOptions:
     # None where an option was not given: beside a search even its default would be a wish that is ignored.
     group_by: Annotated[
         Literal["type", "node"] | None,
-        tyro.conf.arg(metavar="{type,node}", help_behavior_hint="(default: type)"),
+        one_of("type", "node"),
+        tyro.conf.arg(help_behavior_hint="(default: type)"),
     ] = None
     """Whether a group is the devices of one type or of one node."""
 
@@ -137,17 +139,21 @@ class SharesOptions:
     """Upper limit on the rows of a microbatch."""
 
     zero: Annotated[
-        Literal[0, 1, 2, 3] | None, tyro.conf.arg(metavar="{0,1,2,3}", help_behavior_hint="(default: 2)")
+        Literal[0, 1, 2, 3] | None, one_of(0, 1, 2, 3), tyro.conf.arg(help_behavior_hint="(default: 2)")
     ] = None
     """ZeRO stage of every group."""
 
     recompute: Annotated[
         Literal["none", "layer"] | None,
-        tyro.conf.arg(metavar="{none,layer}", help_behavior_hint="(default: none)"),
+        one_of("none", "layer"),
+        tyro.conf.arg(help_behavior_hint="(default: none)"),
     ] = None
     """Whether layers are recomputed in the backward pass."""
 
-    offload: tuple[Literal["params", "optimizer", "activations"], ...] = ()
+    offload: Annotated[
+        tuple[Literal["params", "optimizer", "activations"], ...],
+        tyro.conf.arg(help_behavior_hint="(default: none)"),
+    ] = ()
     """What is kept in host memory between uses."""
 
 
