@@ -301,6 +301,9 @@ def test_a_dry_run_draws_what_will_run(run_ranks: RunRanks, tmp_path: Path) -> N
     assert (
         "\ndata: a run would end with this: [training] dataset_path = /nowhere: there is no" in missing.stdout
     )
+    assert "\nchecked: " in missing.stdout
+    assert missing.stderr.startswith("error: [training] dataset_path = /nowhere: there is no such file")
+    assert missing.code == 2
 
 
 def make_token_files(folder: Path) -> str:

@@ -45,7 +45,7 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Trai
             'mixed_precision_param = "auto": bfloat16 is shown; with a card older than Ampere it is float16, '
             "and all updates wait for the end of the step"
         )
-    lines += list_data(config)
+    lines += _list_data(config)
     lines += ["", *_list_parameters(plan, compiled), ""]
     lines.append("one step, rank by rank (ministage, action, microbatch, @peer[rows]):")
     lines += [f"  rank {rank}: {_abbreviate(actions)}" for rank, actions in compiled.step_actions.items()]
@@ -58,13 +58,21 @@ def describe_run(config: Config, plan: Plan, compiled: CompiledPlan, model: Trai
     return "\n".join(lines)
 
 
-def list_data(config: Config) -> list[str]:
+def check_data(config: Config) -> None:
+    """Raises `ConfigError` where a run here would end for want of data."""
+    for section in _list_sections(config):
+        find_files(config, section)
+
+
+def _list_sections(config: Config) -> list[Section]:
+    """Of the recipe, that read data."""
+    return ["training", "validation"] if config.validation.enable else ["training"]
+
+
+def _list_data(config: Config) -> list[str]:
     """What there is of the data that a run reads; what is missing may still be to come, or be elsewhere."""
-    sections: list[Section] = ["training"]
-    if config.validation.enable:
-        sections.append("validation")
     lines = []
-    for section in sections:
+    for section in _list_sections(config):
         try:
             source, files = find_files(config, section)
             lines.append(f"data: {source}, {count(len(files), 'file')}")
@@ -90,7 +98,7 @@ def describe_planning(config: Config, model: TrainedModel, files: AutoFiles) -> 
             f"  plans for {count(training.global_batch_size, 'row')} a step, in at most {hetero.plan_budget}",
             f"    into {files.plan}, which later runs use again",
             f"  trains for {count(training.steps, 'step')}",
-            *list_data(config),
+            *_list_data(config),
         ]
     )
 

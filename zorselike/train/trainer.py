@@ -31,7 +31,7 @@ from zorselike.train.config.file import Request, dump_config
 from zorselike.train.config.model import TrainedModel, find_model, find_param_dtype
 from zorselike.train.data.loader import RowLoader, StepDataset
 from zorselike.train.data.rows import Rows
-from zorselike.train.dry_run import describe_planning, describe_run
+from zorselike.train.dry_run import check_data, describe_planning, describe_run
 from zorselike.train.equal_replicas import make_equal_plan
 from zorselike.train.optimizer import (
     WarmupStableDecay,
@@ -76,7 +76,8 @@ def run(request: Request, plan: Plan | None) -> int:
         plan = _make_plan(request, model)
     if request.dry_run:
         if find_identity().rank == 0:
-            print(_describe_dry_run(request, plan, model))
+            print(_describe_dry_run(request, plan, model), flush=True)
+            check_data(config)  # Last: the plan is of use also where the data are elsewhere.
         return 0
     check_writers(config)
     choose_kernels(config)

@@ -15,7 +15,7 @@ from typing import Any
 from zorselike.errors import ConfigError, FileError
 from zorselike.runtime.processes.launcher import is_first_of_node, parse_once
 from zorselike.text.dataclass_tables import list_keys, read_dataclass
-from zorselike.text.document import parse_text
+from zorselike.text.document import parse_text, refuse_other
 from zorselike.text.files import read_text
 from zorselike.text.toml import format_table
 from zorselike.text.wording import suggest
