@@ -198,6 +198,11 @@ def test_saving_through_a_link_keeps_the_link(tmp_path):
         (b"a = " + b"[" * 100_000, "is not TOML: "),
         (b"\x80\x04binary", "is not a text file"),
         (b"", r"version is missing; begin with version = 1"),
+        (
+            b"[training]\nsteps = 3\n",
+            r"is a recipe, where a plan is needed; .* or the one that its \[hetero\] plan",
+        ),
+        (b'version = 1\n[[nodes]]\nname = "a"\n', "is a cluster, where a plan is needed; give a plan file$"),
     ],
 )
 def test_unreadable_files_are_told_in_one_line(tmp_path, content, message):

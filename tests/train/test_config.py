@@ -108,6 +108,7 @@ def test_refused_sections_say_what_to_use(tmp_path: Path, section: str) -> None:
         ("[training]\nlog_freq = 3\n", "[training] log_freq is not a key; log_freq is one of [metrics]"),
         ("[trainin]\nsteps = 3\n", "[trainin] is not a section; did you mean 'training'?"),
         ("steps = 3\n", "steps stands outside of any section"),
+        ("version = 1\n[[ministages]]\n", "is a plan, where a recipe is needed; give a recipe file"),
         ("[training]\nzzzzzz = 3\n", "[training] zzzzzz is not a key; valid keys are"),
         ('[training]\nsteps = "ten"\n', "[training] steps is 'ten'; it must be an integer"),
         ("[training]\nsteps = 1.5\n", "[training] steps is 1.5; it must be an integer"),

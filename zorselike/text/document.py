@@ -47,6 +47,7 @@ class Document(ABC):
         """What a text says, validated."""
         with cls.errors():
             table = {**parse_text(text, cls.syntax)}
+            refuse_other(table, cls.noun)
             if "version" not in table:
                 key = "version =" if cls.syntax == "TOML" else '"version":'
                 raise FileError(f"version is missing; begin with {key} {cls.version}")
@@ -91,6 +92,19 @@ def parse_text(text: str, syntax: Literal["TOML", "JSON"]) -> Mapping[str, Any]:
         raise FileError(f"is not {syntax}: {error}") from None
     _refuse_depth(content)
     return read_table(content, "the file")
+
+
+_SIGNS = {"plan": {"ministages"}, "cluster": {"nodes"}, "recipe": {"hetero", "training"}}
+"""Keys by which a TOML file of each kind is known."""
+
+
+def refuse_other(table: Mapping[str, Any], noun: str) -> None:
+    """Raises `FileError` for a file of another kind than `noun`, of which one key after the other would be
+    called wrong."""
+    kinds = [kind for kind, keys in _SIGNS.items() if not keys.isdisjoint(table)]
+    if kinds and noun not in kinds:
+        here = " or the one that its [hetero] plan names" if (kinds[0], noun) == ("recipe", "plan") else ""
+        raise FileError(f"is a {kinds[0]}, where a {noun} is needed; give a {noun} file{here}")
 
 
 def _refuse_depth(content: object) -> None:

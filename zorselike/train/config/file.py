@@ -46,7 +46,8 @@ class CommandLine(Config):
     """The recipe, a TOML file; `--job.config_file` is the same."""
 
     dry_run: bool = False
-    """Build everything without memory, devices or processes; print plan, ranks and schedule; exit."""
+    """Build everything without memory, devices or processes; print plan, ranks and schedule; exit, with 2
+    where a run here would end for want of data."""
 
     version: bool = False
     """Print the version of zorselike; exit."""
@@ -106,7 +107,9 @@ def load_config(path: str | Path) -> Config:
     """
     path, sections = Path(path), {}
     try:
-        for name, table in parse_text(read_text(path, "recipe"), "TOML").items():
+        content = parse_text(read_text(path, "recipe"), "TOML")
+        refuse_other(content, "recipe")
+        for name, table in content.items():
             if reason := refusal(name):
                 raise FileError(f"[{name}] is a TorchTitan section without a place here: {reason}")
             if not isinstance(table, dict):
