@@ -190,6 +190,22 @@ def test_adapters_that_compute_otherwise_are_refused(setting: dict[str, object],
         check_same_adapters(model, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("null", "adapter_config.json: the file is None; .* give a folder that peft wrote"),
+        ("{", "adapter_config.json: is not JSON: .*; give a folder that peft wrote"),
+        ('{"peft_type": "LORA", "r": "2", "lora_alpha": 4}', "rank '2' and alpha 4, and these have 2 and 4"),
+    ],
+)
+def test_wrong_settings_of_adapters_are_shown_as_they_are(content: str, message: str, tmp_path: Path) -> None:
+    model = make_model("llama")
+    add_lora(model, Lora(rank=2, alpha=4.0))
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        check_same_adapters(model, tmp_path)
+
+
 @pytest.mark.parametrize(("family", "has_biases"), [("llama", False), ("qwen2", True)])
 def test_trained_biases_are_refused_where_there_are_any(
     family: str, has_biases: bool, tmp_path: Path

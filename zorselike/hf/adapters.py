@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,8 @@ from torch import nn
 from zorselike.checkpoint.adapters import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_PREFIX
 from zorselike.errors import ConfigError
 from zorselike.runtime.pipeline import HeteroPipeline
-from zorselike.text.wording import list_few
+from zorselike.text.document import parse_text
+from zorselike.text.wording import list_few, show_value
 
 _UNKNOWN_SETTINGS = (
     *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"),
@@ -50,11 +50,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """What `adapter_config.json` of a folder says; raises `ConfigError` where there is none."""
     path = folder / ADAPTER_CONFIG
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(parse_text(path.read_text(), "JSON"))
     except OSError as error:
         raise ConfigError(f"lora: {path}: {error.strerror}; give a folder that peft wrote") from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"lora: {path}: is no JSON of settings: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"lora: {path}: {error}; give a folder that peft wrote") from None
 
 
 def check_same_adapters(model: nn.Module, folder: Path) -> None:
@@ -74,7 +74,8 @@ def check_same_adapters(model: nn.Module, folder: Path) -> None:
     numbers = {"r": here.r, "lora_alpha": here.lora_alpha}
     if any(there.get(key) != value for key, value in numbers.items()):
         raise ConfigError(
-            f"lora: the adapters of {folder} have rank {there.get('r')} and alpha {there.get('lora_alpha')}, "
+            f"lora: the adapters of {folder} have rank {show_value(there.get('r'))} and alpha "
+            f"{show_value(there.get('lora_alpha'))}, "
             f"and these have {here.r} and {here.lora_alpha}; set rank and alpha as they were"
         )
 
