@@ -319,14 +319,28 @@ def test_what_would_be_computed_twice_or_in_part_is_refused() -> None:
     parts, plan = cut(make_model("mixtral"), 3)
     with pytest.raises(ConfigError, match=r"leave it out, and set model.config.output_router_logits = False"):
         trace(parts, plan, tokens(ROWS), output_router_logits=True)
-    with pytest.raises(ConfigError, match=r"leave it out, and set model.config.output_router_logits = False"):
-        cut(make_model("mixtral", output_router_logits=True), 3)
+    with pytest.raises(ConfigError, match=r"and set model.config.output_hidden_states = False"):
+        trace(*cut(make_model("llama", output_hidden_states=True), 3), tokens(ROWS))
     with pytest.raises(
         ConfigError, match="takes its token ids as the one input; give everything else by key"
     ):
         trace(parts, plan, tokens(ROWS), masks(ROWS, left=False))
     with pytest.raises(ConfigError, match="a loss computed inside the model"):
         trace(parts, plan, tokens(ROWS), labels=tokens(ROWS))
+
+
+@pytest.mark.parametrize("cuts", [(), (3,)])
+def test_what_a_model_would_add_to_its_loss_is_refused(cuts: tuple[int, ...]) -> None:
+    """A single ministage left the router's loss out and said nothing."""
+    named = (
+        r"config.output_router_logits = True adds to the loss .* set model.config.output_router_logits = F"
+    )
+    with pytest.raises(ConfigError, match=named):
+        cut(make_model("mixtral", output_router_logits=True), *cuts)
+    model = make_model("llama")
+    model.config.z_loss_coefficient = 0.1  # Of Bamba.
+    with pytest.raises(ConfigError, match=r"config.z_loss_coefficient = 0.1 adds .* = 0.0, in a folder in"):
+        cut(model, *cuts)
 
 
 def test_splits_convention_is_not_theirs() -> None:

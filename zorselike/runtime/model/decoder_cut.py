@@ -31,6 +31,8 @@ _TRACEABLE_EXPERTS = "batched_mm"
 """Of the ways in which `transformers` computes experts, one whose shapes do not depend on values."""
 _OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Asks for what layers of all ministages compute."""
+_ADDS_TO_LOSS = ("output_router_logits", "z_loss_coefficient")
+"""By these keys of a configuration the loss that a model computes itself has more than tokens."""
 
 
 class CannotCut(Exception):
@@ -67,6 +69,8 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
             f"model: config.layerdrop = {config.layerdrop} leaves out layers at random, and a ministage "
             "cannot know what others left out; set it to 0 before the model is built"
         )
+    if unpack is None:
+        _refuse_losses_of_its_own(config)
     skeleton = _DecoderSkeleton(model, plan.sequence_length)
     flow = skeleton.flow
     dealt = _deal(flow, plan)
@@ -101,6 +105,17 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
     whole = with_light_layers(model, skeleton.decoder, skeleton.forms)
     skeleton.make_copies(_set_forward(whole, flow, unpack=unpack), light)
     return parts
+
+
+def _refuse_losses_of_its_own(config: Any) -> None:
+    """Raises `ConfigError` where the loss that a model computes itself is more than that of its logits."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    for name in _ADDS_TO_LOSS:
+        if value := getattr(text, name, None):
+            raise ConfigError(
+                f"model: config.{name} = {value} adds to the loss of transformers what is left out here; set "
+                f"model.config.{name} = {type(value)()}, in a folder in its config.json"
+            )
 
 
 def _set_forward(
