@@ -40,7 +40,7 @@ def open_data(
         open_rows,
         config,
         vocab_size=model.vocab_size,
-        before_packing=partial(document_keywords, module),
+        before_packing=partial(document_keywords, module, config.training.seq_len),
     )
     rows = agree_on_data(world, reader, describe=lambda rows: rows.fingerprint())
     return rows, open_validation_rows(config, rows, reader, global_batch=global_batch, world=world)

@@ -211,6 +211,22 @@ def test_a_model_with_adapters_is_known_by_its_own() -> None:
     assert document_keywords(model) == ("position_ids",)
 
 
+def test_documents_that_turn_each_others_positions_are_refused() -> None:
+    """Phi 3 and Phi 4 mini rotate all rows that they compute at once by the longest document in them."""
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rotary |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0], "partial_rotary_factor": 1.0}
+    config = transformers.AutoConfig.for_model(
+        **{**FAMILIES["phi"], "model_type": "phi3"},
+        rope_parameters=rotary,
+        original_max_position_embeddings=8,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert document_keywords(model, 8) == ("position_ids",)
+    with pytest.raises(ConfigError, match=r"\(longrope\) where a document is longer than 8 .* seq_len to 8"):
+        document_keywords(model, 9)
+
+
 def test_attention_that_knows_no_masks_is_refused() -> None:
     with torch.device("meta"):
         model: Any = make_model("llama")

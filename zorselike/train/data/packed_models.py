@@ -24,10 +24,10 @@ _ATTENDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers that see what the mask lets them see; others may carry a state along the row."""
 
 
-def document_keywords(model: nn.Module) -> tuple[str, ...]:
+def document_keywords(model: nn.Module, seq_len: int = 0) -> tuple[str, ...]:
     """Names of the keyword arguments that keep the documents of a row apart in this model.
 
-    The model may be on the meta device. Raises `ConfigError` where none do.
+    The model may be on the meta device. Raises `ConfigError` where none do, in rows of `seq_len` tokens.
     """
     inner: Any = model
     while hasattr(inner, "get_base_model"):  # Wrapped by peft.
@@ -40,7 +40,23 @@ def document_keywords(model: nn.Module) -> tuple[str, ...]:
             f"[training] packing = true: {type(inner).__name__} {reason}, so documents in one row would see "
             "each other; set packing = false, which gives each a row of its own"
         )
+    if most := _short_positions(inner.config.get_text_config(), seq_len):
+        raise ConfigError(
+            f"[training] packing = true: {type(inner).__name__} turns positions otherwise (longrope) where a "
+            f"document is longer than {most} tokens, and all in the rows beside it then too; set packing = "
+            f"false, or seq_len to {most} or less"
+        )
     return _HUGGING_FACE
+
+
+def _short_positions(config: Any, seq_len: int) -> int:
+    """How many positions a row may have whose documents would change each other's rotations; 0: any."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+    limits = [
+        int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min((most for most in limits if most < seq_len), default=0)
 
 
 def _find_obstacle(model: Any, names: frozenset[str]) -> str:
