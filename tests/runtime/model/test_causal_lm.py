@@ -329,6 +329,38 @@ def test_what_would_be_computed_twice_or_in_part_is_refused() -> None:
         trace(parts, plan, tokens(ROWS), labels=tokens(ROWS))
 
 
+def test_rotations_that_grow_with_rows_are_cut() -> None:
+    """On fake tensors nothing says how long rows are, and such a model was said to have no decoder layers."""
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = make_model("llama", rope_parameters=rotary, max_position_embeddings=LENGTH - 2)
+    expected = model(tokens(ROWS), use_cache=False).logits
+    plain = make_model("llama")(tokens(ROWS), use_cache=False).logits
+    parts, plan = cut(model, 3)
+    assert trace(parts, plan, tokens(ROWS)).boundaries
+    found = run_chain(parts, tokens(ROWS))
+    assert torch.equal(found, expected) and not torch.allclose(found, plain)
+    assert len(measure_workload(model, tokens(2), dtype="float32", kwargs={"use_cache": False}).layers) == 8
+
+
+class Adds(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    """Something made of the token ids is added to what the last layer gives."""
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        assert kwargs["use_cache"] is False
+        output = super().forward(input_ids, **kwargs)
+        output.logits = output.logits + self.model.embed_tokens(input_ids).sum()
+        return output
+
+
+def test_a_model_that_cannot_be_cut_gives_its_logits_too() -> None:
+    """A plan of one ministage was told to pass `unpack`, for which a recipe has no key."""
+    model = Adds(transformers.LlamaConfig(**{**FAMILIES["llama"], "tie_word_embeddings": False})).double()
+    plan = plan_over(list_modules(make_model("llama")))
+    (part,) = partition(model, plan)
+    trace([part], plan, tokens(ROWS))
+    assert torch.equal(run_chain([part], tokens(ROWS)), model(tokens(ROWS), use_cache=False).logits)
+
+
 @pytest.mark.parametrize("cuts", [(), (3,)])
 def test_what_a_model_would_add_to_its_loss_is_refused(cuts: tuple[int, ...]) -> None:
     """A single ministage left the router's loss out and said nothing."""

@@ -282,6 +282,30 @@ def test_a_hugging_face_root_initialises_module_by_module() -> None:
     assert parts.model.inv_freq.tolist() == [1.0, 0.5]
 
 
+class WithSubmodel(HuggingFaceLike):
+    """Its inner model initialises itself by what it alone knows, as that of Gemma 3n does."""
+
+    class Inner(HuggingFaceLike.Inner):
+        base_model_prefix = "model"
+        scale = 3.0
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                module.weight.data.fill_(self.scale)
+                module.bias.data.zero_()
+            elif module is self:
+                self.gain.data.fill_(self.scale)
+                self.inv_freq.copy_(torch.tensor([1.0, 0.5]))
+
+
+def test_a_submodel_initialises_its_own_modules() -> None:
+    whole = initialize(on_meta(WithSubmodel), seed=5)
+    units = initialize_units(on_meta(WithSubmodel), ["lm_head", "model.layers.1", "model", "norm"])
+    for model in (whole, units):
+        assert model.model.layers[1].weight.eq(3).all() and model.model.gain.eq(3).all()
+        assert model.lm_head.weight.std() > 3
+
+
 @pytest.mark.parametrize(
     "values", [torch.arange(3.0), torch.arange(3), torch.ones(3, dtype=torch.bool), torch.tensor(4)]
 )

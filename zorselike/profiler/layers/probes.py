@@ -16,6 +16,7 @@ from zorselike.errors import ConfigError
 from zorselike.plan.workload import Workload
 from zorselike.profiler.workload.causal_lm import training_arguments, use_grouped_experts
 from zorselike.runtime.loss import LossFn
+from zorselike.runtime.model.causal_lm import keep_rotations
 from zorselike.runtime.model.nested import leaves, map_leaves, map_tensors, tensors_in
 from zorselike.runtime.model.signature import KwargTensor
 from zorselike.runtime.model.tracing import fake_copies, make_fake_mode
@@ -185,6 +186,7 @@ def _record_calls(
     cache = arguments.get("past_key_values")
     (model,) = fake_copies([model], mode, param_dtype=dtype)
     use_grouped_experts(model)
+    keep_rotations(model)
     on_cpu = torch.device("cpu")  # Whatever the caller's default is, such as meta.
     with mode:
         tokens = torch.zeros(rows, tokens_per_row, dtype=torch.int64, device=on_cpu)

@@ -33,6 +33,7 @@ from zorselike.profiler.workload.model_layers import (
     require_layers,
 )
 from zorselike.profiler.workload.pieces import count_pieces
+from zorselike.runtime.model.causal_lm import keep_rotations
 from zorselike.runtime.model.nested import map_leaves
 from zorselike.runtime.model.partition import find_ties
 from zorselike.runtime.model.pruning import loose_parameters, plan_module
@@ -158,6 +159,7 @@ def _run(
     mode = make_fake_mode()
     (copy,) = fake_copies([model], mode, param_dtype=dtype)
     use_grouped_experts(copy)
+    keep_rotations(copy)
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -52,6 +52,21 @@ def telling_of_documents(are_packed: bool | None) -> Iterator[None]:
         setattr(masks, _LOOKS, looks)
 
 
+def keep_rotations(fake: nn.Module) -> None:
+    """Lets a model's copy on fake tensors rotate as it began to (`rope_type = "dynamic"`): it would look how
+    long rows are, which no fake position says, and only values depend on it."""
+    for module in fake.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {layers: _still(one) for layers, one in kind.items()}  # type: ignore[assignment]
+        elif isinstance(kind, str):
+            module.rope_type = _still(kind)  # type: ignore[assignment]
+
+
+def _still(kind: str) -> str:
+    return "default" if "dynamic" in kind else kind
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether a model is one of `transformers` with a head for tokens, or is wrapped around one."""
     return all(hasattr(model, name) for name in _OFFERS) and all(

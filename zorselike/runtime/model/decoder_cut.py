@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
-from zorselike.runtime.model.causal_lm import find_decoder
+from zorselike.runtime.model.causal_lm import find_decoder, keep_rotations
 from zorselike.runtime.model.decoder_part import MinistageForward, make_ministage
 from zorselike.runtime.model.decoder_probe import (
     Flow,
@@ -21,7 +21,7 @@ from zorselike.runtime.model.decoder_probe import (
     with_one_layer_of_each_class,
 )
 from zorselike.runtime.model.part import Keywords, ModelPart
-from zorselike.runtime.model.pruning import find_units, separate_units
+from zorselike.runtime.model.pruning import find_units, prune, separate_units
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, make_kwargs
 from zorselike.runtime.model.tracing import Recorder, Skeleton, fake_copies
 from zorselike.text.wording import list_few, show_modules
@@ -107,6 +107,18 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
     return parts
 
 
+def take_whole(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:
+    """The one ministage of a causal LM that cannot be cut."""
+    (names,) = (ministage.modules for ministage in plan.ministages)
+    (module,) = prune(model, [names])
+    accepts = Keywords.of(module.forward)
+    _set_forward(module, Flow(), unpack=unpack)
+    skeleton = Skeleton()
+    skeleton.make_copies(model, [module])
+    units = separate_units(module, find_units(module, names))
+    return [ModelPart(0, module, units, accepts, name_ministage(plan, 0), skeleton)]
+
+
 def _refuse_losses_of_its_own(config: Any) -> None:
     """Raises `ConfigError` where the loss that a model computes itself is more than that of its logits."""
     text = getattr(config, "get_text_config", lambda: config)()
@@ -172,6 +184,7 @@ class _DecoderSkeleton(Skeleton):
         self._config: Any = model.config
         probed, self.forms = with_one_layer_of_each_class(model, decoder)
         (fake,) = fake_copies([probed], self.mode)
+        keep_rotations(fake)
         fake.eval()  # In training some families leave out layers at random.
         config: Any = fake.config
         if getattr(config, "_experts_implementation", None) is not None:
@@ -196,6 +209,11 @@ class _DecoderSkeleton(Skeleton):
             with follower.following(self.forms):
                 run_module(model, tensors, make_kwargs(kwargs, rows), "the model", recorder)
         return follower.flow
+
+    def make_copies(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        super().make_copies(model, modules)
+        for copy in (self.whole, *self.parts):
+            keep_rotations(copy)
 
     def require_cuts(self, flow: Flow) -> None:
         """Raises `CannotCut` where more than hidden states would have to cross."""

@@ -138,7 +138,7 @@ class MinistageForward:
                 output = None
         if self._exit is not None:
             raise ConfigError(f"a forward left out '{self._exit}'; {_LAYER_DROP}")
-        return _logits_of(output) if self._unpack is None else self._unpack(output)
+        return logits_of(output) if self._unpack is None else self._unpack(output)
 
     @contextmanager
     def _entering(self, tensor: Tensor) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Tensor]]]:
@@ -172,7 +172,8 @@ class MinistageForward:
 _LAYER_DROP = "every module must run once for every microbatch: turn off layer dropout (config.layerdrop = 0)"
 
 
-def _logits_of(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """Of what a model returns, if they are all that is needed of it; else what it returned."""
     if isinstance(output, tuple) and len(output) == 1:  # With return_dict=False.
         return output[0]
     logits = getattr(output, "logits", None)

@@ -76,6 +76,8 @@ def initialize_unit(
     if root is None and not fqn:
         root = module
     callback: Callback | None = getattr(root, "_init_weights", None)
+    if root is not None and callback is not None:
+        callback = _innermost_callback(root, fqn, callback)
     unit = _Unit(module, root=root, seed=seed, device=torch.device(device), dtype=dtype, skips=skips)
     if unit.has_pending(module):
         # The CPU context overrides a caller's `with torch.device("meta")`.
@@ -124,6 +126,8 @@ class _Unit:
 
     def initialise(self, module: nn.Module, fqn: str, callback: Callback | None) -> None:
         """Initialises what is pending in `module`, each tensor by the outermost module that can."""
+        if callback is not None:
+            callback = _own_callback(module) or callback
         is_root = not fqn and any(True for _ in module.children())
         if hasattr(module, "reset_lora_parameters"):
             adapters = nn.ModuleList(c for name, c in module.named_children() if name.startswith("lora_"))
@@ -260,6 +264,20 @@ def _initialisers(
     method = _plain_method(module, "init_buffers")
     if method is not None:
         yield method, True
+
+
+def _innermost_callback(root: nn.Module, fqn: str, callback: Callback) -> Callback:
+    """That of the submodel of a Hugging Face model in which a module is."""
+    module: Any = root
+    for name in filter(None, fqn.split(".")):
+        module = getattr(module, name, None)
+        callback = _own_callback(module) or callback
+    return callback
+
+
+def _own_callback(module: Any) -> Callback | None:
+    """Of a submodel, which may know what the model around it does not (`hidden_size` of Gemma 3n)."""
+    return getattr(module, "_init_weights", None) if hasattr(module, "base_model_prefix") else None
 
 
 def _reset_adapters(module: Any) -> None:

@@ -20,7 +20,8 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
 from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
 from zorselike.runtime.model.causal_lm import is_causal_lm
-from zorselike.runtime.model.decoder_cut import CannotCut, cut_causal_lm, list_modules
+from zorselike.runtime.model.decoder_cut import CannotCut, cut_causal_lm, list_modules, take_whole
+from zorselike.runtime.model.decoder_part import logits_of
 from zorselike.runtime.model.export import Exporter
 from zorselike.runtime.model.part import Keywords, ModelPart
 from zorselike.runtime.model.pruning import (
@@ -257,8 +258,8 @@ def _split_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] 
         return cut_causal_lm(model, plan, unpack)
     except CannotCut as error:
         if len(plan.ministages) == 1:
-            return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
-        return _split_by_export(model, plan, unpack, why_needed=str(error))
+            return take_whole(model, plan, unpack)
+        return _split_by_export(model, plan, unpack or logits_of, why_needed=str(error))
 
 
 def _name_modules(model: nn.Module) -> str:
