@@ -35,6 +35,7 @@ modules = ["layers.1", "norm", "output"]
 """
 
 texts = st.text(max_size=12)
+labels = st.text(max_size=8).filter(str.isprintable)
 maybe_seconds = st.none() | st.floats(0, 1e9) | st.integers(0, 10)
 
 
@@ -42,9 +43,9 @@ maybe_seconds = st.none() | st.floats(0, 1e9) | st.integers(0, 10)
 def full_plans(draw: st.DrawFn) -> Plan:
     """Plans with everything that a planner fills in, and with replicas and offload."""
     plan = draw(plans(max_groups=3))
-    nodes = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3, unique=True))
+    nodes = draw(st.lists(labels.filter(bool), min_size=1, max_size=3, unique=True))
     order = draw(st.permutations(range(plan.num_ranks)))
-    devices = [Device(rank, nodes[rank % len(nodes)], rank, draw(texts)) for rank in order]
+    devices = [Device(rank, nodes[rank % len(nodes)], rank, draw(labels)) for rank in order]
     bytes_ = st.integers(0, 2**63 - 1)
     groups = [
         replace(group, offload=tuple(draw(st.permutations(("params", "optimizer", "activations")))[:n]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
-from zorselike.text.annotations import Must, Natural, OneOf, Positive, Quantity
+from zorselike.text.annotations import Label, Must, Natural, OneOf, Positive, Quantity
 
 RanksEntry = Natural | Annotated[tuple[Natural, ...], Must(bool, "give the replica a rank or remove it")]
 """One rank, or the ranks of a tensor-parallel replica."""
@@ -148,9 +148,9 @@ class Device:
     """The process that a rank of the plan means, whatever order the nodes come up in."""
 
     rank: Natural
-    node: Annotated[str, Must(bool, "give the hostname")]
+    node: Annotated[Label, Must(bool, "give the hostname")]
     local_rank: Natural
-    type: str = ""
+    type: Label = ""
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,10 @@ class Job:
 
     @property
     def name(self) -> str:
-        """By the plan's file, of letters, digits and hyphens."""
+        """By the plan's file, of letters, digits and hyphens; first a letter, for Kubernetes."""
         stem = Path(self.path).name.removesuffix(".toml").removesuffix(".plan")
-        return make_label(stem) or "train"
+        label = make_label(stem) or "train"
+        return label if label[0].isalpha() else make_label(f"plan-{label}")
 
     @cached_property
     def devices_of(self) -> Mapping[str, Sequence[Device]]:

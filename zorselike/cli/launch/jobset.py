@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 from textwrap import indent
 
 from zorselike.cli.launch.device_names import name_product, refuse_mixed_nodes
@@ -20,6 +20,8 @@ PRODUCT = "nvidia.com/gpu.product"
 """Label of a node by NVIDIA's GPU feature discovery: the driver's name of its GPUs with hyphens."""
 _FOLDER = "/job"
 _GRACE_S = 300
+_MOST_NAME, _MOST_POD = 40, 63
+"""Characters of a JobSet's name, of which its pods' are made, and of a pod's with its random suffix."""
 _MOST_BYTES = 2**20
 """Of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 
@@ -43,7 +45,7 @@ def write_jobset(job: Job, *, file: str) -> str:
         )
     head = [
         f"# {job.describe()}, by:",
-        f"#   kubectl apply --server-side -f {file}",
+        f"#   kubectl apply --server-side -f {quote(file)}",
         f"# {IMAGE} is yours to name: any with zorselike in it. So are the values of {PRODUCT}",
         f"# (kubectl get nodes -L {PRODUCT}), and what pods may have of CPUs, memory and disks.",
         *write_comment(*(f"{note}." for note in job.list_notes())),
@@ -53,21 +55,31 @@ def write_jobset(job: Job, *, file: str) -> str:
     )
 
 
+def _name(job: Job) -> str:
+    return job.name[:_MOST_NAME].rstrip("-")
+
+
+def _name_part(job: Job, kind: NodeKind, number: int) -> str:
+    """Of a replicated job: JobSet refuses one with a pod whose name would be too long."""
+    others = len(f"{_name(job)}--0-{len(kind.nodes) - 1}-abcde")
+    return f"n{number}-{kind.name}"[: _MOST_POD - others].rstrip("-")
+
+
 def _write_files(job: Job, files: Mapping[str, str]) -> list[str]:
-    lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {job.name}-plan", "data:"]
+    lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {_name(job)}-plan", "data:"]
     for name, text in files.items():
         lines += [f"  {name}: |", indent(text.rstrip("\n"), "    ")]
     return lines
 
 
 def _write_set(job: Job, *, has_recipe: bool) -> list[str]:
-    names = [f"n{i}-{kind.name}"[: 62 - len(job.name)].rstrip("-") for i, kind in enumerate(job.kinds)]
-    first = f"{job.name}-{names[0]}-0-0.{job.name}"
+    names = [_name_part(job, kind, i) for i, kind in enumerate(job.kinds)]
+    first = f"{_name(job)}-{names[0]}-0-0.{_name(job)}"
     lines = [
         "apiVersion: jobset.x-k8s.io/v1alpha2",
         "kind: JobSet",
         "metadata:",
-        f"  name: {job.name}",
+        f"  name: {_name(job)}",
         "spec:",
         "  network:",
         "    enableDNSHostnames: true  # JobSet-REPLICATED_JOB-0-POD.JobSet",
@@ -90,8 +102,8 @@ def _write_replicated_job(job: Job, kind: NodeKind, *, name: str, first: str, pr
     command = [
         *variables,
         f"exec torchrun --nnodes {job.num_nodes} --nproc-per-node {kind.num_processes} \\",
-        f"  --rdzv-backend c10d --rdzv-endpoint {first}:{PORT} --rdzv-id {job.name} \\",
-        f"  --local-addr $HOSTNAME.{job.name} \\",
+        f"  --rdzv-backend c10d --rdzv-endpoint {first}:{PORT} --rdzv-id {_name(job)} \\",
+        f"  --local-addr $HOSTNAME.{_name(job)} \\",
         f"  {program}",
     ]
     pods = len(kind.nodes)
@@ -122,7 +134,7 @@ def _write_replicated_job(job: Job, kind: NodeKind, *, name: str, first: str, pr
         "              - {name: shared-memory, mountPath: /dev/shm}",
         "            volumes:",
         "            - name: plan",
-        f"              configMap: {{name: {job.name}-plan}}",
+        f"              configMap: {{name: {_name(job)}-plan}}",
         "            - name: shared-memory",
         "              emptyDir: {medium: Memory}",
     ]

@@ -3,21 +3,32 @@ component for each kind of node, whose ranks `srun` starts alone, so that signal
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from shlex import join, quote
 
 from zorselike.cli.launch.device_names import require_types
 from zorselike.cli.launch.job import Job, NodeKind, write_comment
+from zorselike.errors import ConfigError
+from zorselike.text.wording import list_few
 
 _TIME = "24:00:00"
 _SIGNAL = "USR1@300"
 """A run that gets it ends after its step, and saves where checkpoints are on."""
 _CPUS_PER_GPU = 8
+_PASSED_ON = re.compile(r"[^\s=*?[]+")
+"""A word of a shell's list of pairs."""
 
 
 def write_batch_script(job: Job, *, file: str) -> str:
-    """The script, as `file`; raises `ConfigError` for devices of no type."""
+    """The script, as `file`; raises `ConfigError` for devices of no type, and for names of nodes that it
+    cannot pass on."""
     require_types(job, "Slurm")
+    if unfit := [node for node in job.devices_of if not _PASSED_ON.fullmatch(node)]:
+        raise ConfigError(
+            f"launch: for Slurm a node's name has no spaces and none of = * ? [, and {job.path} has "
+            f"{list_few(map(repr, unfit), 'node')}; rename it there and in the cluster, or start by torchrun"
+        )
     head = [
         "#!/usr/bin/env bash",
         f"# {job.describe()}, by:",

@@ -39,9 +39,10 @@ def _write_environment(node: str, devices: Sequence[Device]) -> str:
 
 
 def _write_torchrun(num_processes: int, num_nodes: int, first: str) -> str:
+    meeting = quote(f"{first}:{PORT}")
     where = (
         "--standalone"
         if num_nodes == 1
-        else f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint {first}:{PORT} --rdzv-id train"
+        else f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint {meeting} --rdzv-id train"
     )
     return f"torchrun {where} --nproc-per-node {num_processes}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from zorselike.plan.cluster.link_curve import interpolate_rate
-from zorselike.text.annotations import MAX_BYTES_PER_S, MEMORY, RATE, SIZE, TIME, Key, Must, Quantity
+from zorselike.text.annotations import MAX_BYTES_PER_S, MEMORY, RATE, SIZE, TIME, Key, Label, Must, Quantity
 
 Rate = Annotated[
     float,
@@ -26,7 +26,6 @@ Memory = Annotated[
 ]
 Size = Annotated[float, SIZE, Must(lambda size: 0 < size < float("inf"), "give a size above 0")]
 Point = Annotated[tuple[Size, Rate], 'a size with its bandwidth, ["1MB", "1.2GB/s"]']
-Label = Annotated[str, Must(str.isprintable, "use printable characters")]
 
 
 @dataclass(frozen=True)
