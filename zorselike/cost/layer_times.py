@@ -96,11 +96,16 @@ class LayerTimeModel:
 
     def model_s(self, device: str, rows: int = 1) -> float:
         """Forward and backward of one microbatch through the whole model, nothing recomputed. Raises as
-        `forward_s`."""
-        return sum(
+        `forward_s`, and where it takes no time."""
+        seconds = sum(
             self.forward_s(kind, device, rows, "none") + self.backward_s(kind, device, rows, "none")
             for _, kind in self._workload.layers
         )
+        if seconds <= 0:
+            raise ProfileError(
+                f"{self._workload.model} takes no time on {device} by the profile; measure it again"
+            )
+        return seconds
 
     def update_s(self, device: str, num_parameters: int) -> float:
         """The optimizer's update of so many parameters in one call; 0 for none."""

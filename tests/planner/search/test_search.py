@@ -385,6 +385,17 @@ def test_devices_without_the_dtype_are_left_out_and_that_is_said():
         search_plans(make_problem(make_node("b", "T4", 1), workload=workload), budget_s=5)
 
 
+def test_devices_on_which_the_model_takes_no_time_are_left_out_and_that_is_said():
+    """As of a profile whose clock was too coarse: nothing can be divided by their speed."""
+    profile = device_problems.make_profile(T4=float("inf"))
+    nodes = [device_problems.make_nodes(device, device) for device in ("A100-40", "T4")]
+    answer = search_plans(device_problems.make_problem(*nodes, profile=profile), budget_s=5)
+    assert {device.type for device in answer.best.case.plan.devices} == {"A100-40"}
+    assert "T4 left out: round takes no time on T4 by the profile; measure it again" in answer.notes
+    with pytest.raises(ProfileError, match="takes no time on T4"):
+        search_plans(device_problems.make_problem(nodes[1], profile=profile), budget_s=5)
+
+
 def test_estimates_leave_no_devices_out():
     """Of all devices the estimate is the least, for it knows no egress: simulated they are far too dear."""
     sides = [

@@ -73,8 +73,7 @@ def leave_out_unknown(problem: PlanProblem, clock: LayerTimeModel) -> tuple[Plan
     unknown: dict[str, ProfileError] = {}
     for device in dict.fromkeys(types[d] for d in problem.usable):
         try:
-            for kind in problem.workload.kinds:
-                clock.forward_s(kind, device, 1, "none")
+            clock.model_s(device)
         except ProfileError as error:
             unknown[device] = error
     if not unknown:
