@@ -358,8 +358,9 @@ class LocalSearch:
                 found = self._try_choice(choice, estimated.grouping)
             else:
                 found = self._fit(candidate, choice, estimated.grouping)
-            if found is not None and found.candidate not in self._top_k:
-                yield (way, found.candidate.bounds_in_flight), found
+            if found is None or found.candidate in self._top_k or _saves_memory_alone(estimated, found):
+                continue
+            yield (way, found.candidate.bounds_in_flight), found
 
     def _fit(self, candidate: CandidatePlan, choice: Choice, grouping: str) -> EstimatedCandidate | None:
         if candidate in self._top_k:
@@ -424,6 +425,17 @@ class LocalSearch:
     @cached_property
     def _bandwidths(self) -> Bandwidths:
         return self._problem.read_bandwidths(self._problem.usable)
+
+
+def _saves_memory_alone(before: EstimatedCandidate, after: EstimatedCandidate) -> bool:
+    """Whether all that changed are modes, of which none is simpler now, and it promises no more: what such
+    modes save is memory, and nobody has more rows or layers for it."""
+    groups = [*zip(before.candidate.groups, after.candidate.groups, strict=False)]
+    is_simpler = any(new.mode.complexity < old.mode.complexity for old, new in groups)
+    if after.score.wanted < before.score.wanted or is_simpler:
+        return False
+    with_modes = tuple(replace(old, mode=new.mode) for old, new in groups)
+    return after.candidate == replace(before.candidate, groups=with_modes)
 
 
 def _describe_structure(found: SimulatedCandidate) -> Hashable:
