@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.ministage.gradients import HALF
+from zorselike.runtime.ministage.unit import EVERY_HOOK
 from zorselike.runtime.model.partition import (
     BATCH_NORMS,
     INSTANCE_NORMS,
@@ -102,9 +103,6 @@ def refuse_with_replicas(plan: Plan, *, dynamic_shapes: bool) -> None:
         )
 
 
-_EVERY_HOOK = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
     """Raises `ConfigError` for what a model has that would not train as in a single process, or not at all.
     `is_copied`: whether ministages get copies of the modules around those of the plan."""
@@ -129,7 +127,7 @@ def check_model(model: nn.Module, plan: Plan, *, is_copied: bool) -> None:
                 f"model: '{name}' has an adapter of a parameter (peft's target_parameters), which would "
                 "be added to a shard; name linear layers in target_modules instead"
             )
-        if is_above(name, planned) and any(getattr(module, hooks) for hooks in _EVERY_HOOK):
+        if is_above(name, planned) and any(getattr(module, hooks) for hooks in EVERY_HOOK):
             what = f"'{name}'" if name else f"the {type(module).__name__} itself"
             raise ConfigError(
                 f"model: {what} has hooks, and every ministage has a copy of it, so that they would run once "

@@ -67,7 +67,8 @@ class HeteroPipeline(Stateful):
     Args:
         plan: a `Plan` or the path of one.
         optimizer: called per ministage with `[(global name, parameter)]`; AdamW if None.
-        loss_fn: `(outputs, targets) -> sum of losses`; token cross-entropy if None.
+        loss_fn: `(outputs, targets) -> sum of losses`; token cross-entropy if None. Before a rank's first
+            microbatch it is tried on it and on its halves, without gradients: leave these out of metrics.
         count_fn: `targets -> count` that the loss is divided by, over the global batch.
         unpack: turns the model's output into tensors before `loss_fn` sees it.
         split: `(model, module names) -> nn.Module` for models that need it; "decoder" or "export"

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
+from zorselike.runtime.ministage.unit import Unit
 
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
@@ -157,7 +158,7 @@ def gather_at_the_start(rank: int, world_size: int, plan: Plan) -> int:
     model = case.model()
     most = 0
 
-    def count(*_: Any) -> None:
+    def count() -> None:
         nonlocal most
         layers = [model.get_submodule(name) for name in NAMES]
         most = max(most, sum(not isinstance(next(layer.parameters()), DTensor) for layer in sharded(layers)))
@@ -165,8 +166,13 @@ def gather_at_the_start(rank: int, world_size: int, plan: Plan) -> int:
     def sharded(layers: Sequence[nn.Module]) -> list[nn.Module]:
         return [layer for layer in layers if isinstance(layer, FSDPModule)]
 
-    for name in NAMES:
-        model.get_submodule(name).register_forward_pre_hook(count)
+    anchor = Unit._anchor  # Hooks of modules are called for microbatches alone.
+
+    def count_first(*args: Any, **kwargs: Any) -> Any:
+        count()
+        return anchor(*args, **kwargs)
+
+    Unit._anchor = count_first  # type: ignore[method-assign]
     HeteroPipeline(model, plan, optimizer=adamw).close()
     return most
 

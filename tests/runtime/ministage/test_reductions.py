@@ -6,6 +6,7 @@ for that stream there.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -125,3 +126,29 @@ def test_ranks_with_fewer_microbatches_where_a_model_has_parameters_of_its_own(r
     (expected,) = run_ranks(train_all_single, 1, cases)
     for case, ours, theirs in zip(cases, run_ranks(train_all_planned, 2, cases)[0], expected, strict=True):
         assert_same(ours, theirs, case)
+
+
+def look(_: nn.Module, given: tuple[Tensor, ...], returned: Tensor) -> None:
+    """Fails on what has no rows and positions."""
+    assert given[0][:, 0].shape == returned[:, 0].shape
+
+
+def call_hooks(rank: int, world_size: int) -> None:
+    """Of one layer, made before and after the pipeline."""
+    microbatches = (Microbatch(0, 0, 2), Microbatch(1, 2, 3), Microbatch(0, 3, 5))
+    for zero in range(4):
+        plan = Plan(5, (Group((0, 1), microbatches, zero=zero),), (Ministage(0, tuple(NAMES)),))
+        case, calls = Case(plan, NUM_LAYERS), Counter[str]()
+        model = case.model()
+        layer = model.get_submodule(NAMES[1])
+        layer.register_forward_hook(look)
+        with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+            layer.register_forward_pre_hook(lambda *_, calls=calls: calls.update(["forward"]))
+            layer.register_full_backward_hook(lambda *_, calls=calls: calls.update(["backward"]))
+            pipe.step_global(*case.batch(0))
+            assert calls == dict.fromkeys(("forward", "backward"), len(plan.microbatches_of_rank(rank)))
+            pipe.step_global(*case.batch(1))
+
+
+def test_hooks_of_layers_are_called_for_microbatches_alone(run_ranks: RunRanks) -> None:
+    run_ranks(call_hooks, 2)

@@ -6,6 +6,7 @@ of its reductions. What each call yields, and the traps, were measured (tests co
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,7 @@ from zorselike.runtime.ministage.optimizer_state import place_masters, take_mast
 from zorselike.runtime.ministage.settings import MinistageSettings, RankResources
 from zorselike.runtime.ministage.sharding import like_sharded, local_tensor
 from zorselike.runtime.ministage.shards import NamedParameters
-from zorselike.runtime.ministage.unit import CallOrder, Unit, as_fsdp
+from zorselike.runtime.ministage.unit import EVERY_HOOK, CallOrder, Unit, as_fsdp
 from zorselike.runtime.model.pruning import find_units
 from zorselike.runtime.tensor_parallel.pieces import Piece, cut_layer
 from zorselike.schedule.contract import reduces_beside
@@ -64,6 +65,7 @@ class ShardedUnits:
         self._waits_at_once = self._streams.is_concurrent or len(group.flat_ranks) == 1
         recompute = group.recompute == "layer"
         unit_modules = [module.get_submodule(name) for name in unit_names]
+        users = {key for own in (module, *unit_modules) for key in _hooks_of(own)}
         self._units = [
             Unit(
                 name,
@@ -111,6 +113,8 @@ class ShardedUnits:
                 unit.module.register_forward_pre_hook(partial(self._await_gather, unit), prepend=True)
         for unit in self._owners:
             resources.busy.leave_out_gathers(unit.module)
+        self._own_hooks = {key for unit in self._every_unit for key in _hooks_of(unit.module)} - users
+        """FSDP2's and those made here, by the keys under which modules have them."""
         self._handles: list[Any] = []
         self._gathered: dict[str, Event] = {}
         """Per unit: the end of its gather, until compute waits for it."""
@@ -313,15 +317,33 @@ class ShardedUnits:
         """A forward that runs no user code: its backward gives every trainable parameter a zero gradient."""
         self.call_order.begin()
         x = torch.zeros(1, device=self._memory.device, requires_grad=requires_grad)
-        units = [*self._units, *self._piece_units, self._root]
-        for unit in units:
+        for unit in self._every_unit:
             unit.is_anchor_pass = True
         try:
-            output: Tensor = self._module(x)
+            with self._without_users_hooks():
+                output: Tensor = self._module(x)
         finally:
-            for unit in units:
+            for unit in self._every_unit:
                 unit.is_anchor_pass = False
         return output
+
+    @property
+    def _every_unit(self) -> list[Unit]:
+        return [*self._units, *self._piece_units, self._root]
+
+    @contextmanager
+    def _without_users_hooks(self) -> Iterator[None]:
+        """Inside, modules have no hooks of the user's, which would be shown a single number."""
+        found = [(u.module, kind, getattr(u.module, kind)) for u in self._every_unit for kind in EVERY_HOOK]
+        others = [entry for entry in found if not entry[2].keys() <= self._own_hooks]
+        for module, kind, hooks in others:
+            own = [(key, hook) for key, hook in hooks.items() if key in self._own_hooks]
+            setattr(module, kind, OrderedDict(own))
+        try:
+            yield
+        finally:
+            for module, kind, hooks in others:
+                setattr(module, kind, hooks)
 
     def note_calls(self, sources: Collection[str], changing: Collection[str]) -> None:
         """`sources`: units that get nothing that carries a gradient: where a rank has no microbatch it must
@@ -346,3 +368,9 @@ class ShardedUnits:
         self._fsdp_root.set_requires_gradient_sync(reduce_now)
         self._fsdp_root.set_reshard_after_backward(reduce_now and not keeps_gathered)
         self._fsdp_root.set_is_last_backward(reduce_now)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[int]:
+    """The keys of all that is called when a module is."""
+    for kind in EVERY_HOOK:
+        yield from getattr(module, kind)

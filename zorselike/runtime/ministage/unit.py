@@ -21,6 +21,9 @@ from zorselike.runtime.model.nested import map_tensors, tensors_in
 
 Forward = Callable[..., Any]
 
+EVERY_HOOK = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module has what is called when it is."""
+
 
 class Unit:
     """Replaces the module's `forward` by one that recomputes, keeps activations on the host, and
