@@ -338,6 +338,7 @@ def test_an_arrival_is_planned_for_where_it_pays_back_and_else_waits(
     caplog.set_level("INFO")
     job = LeaderOfAll()
     job.run()
+    caplog.clear()
     arrived = make_member(100, node="new")
     better = estimated(replace(job.plan, model="with it"), seconds)
     job.answers[job.plan.num_ranks + 1] = Placement(better, (*(m.id for m in job.members[1:]), arrived.id))
