@@ -136,7 +136,7 @@ def test_two_losses_at_once_lose_nothing_where_a_third_has_their_mirrors() -> No
     outcome = run(job)
     check(job, outcome)
     assert [report.summaries[-1] for report in outcome.reports] == [
-        "a plan for 1 ranks in groups of 1, from step 2"
+        "a plan for 1 rank in groups of 1, from step 2"
     ]
 
 

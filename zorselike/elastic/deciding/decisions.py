@@ -218,7 +218,7 @@ def describe_change(
     where = f", {count(num_spares, 'spare')}" if num_spares else ""
     where += "" if source is None else f", from step {source.step}"
     kept = "the same plan" if before is not None and before == placement.plan else "a plan"
-    return f"{kept} for {ranks} ranks in groups of {groups}{where}"
+    return f"{kept} for {count(ranks, 'rank')} in groups of {groups}{where}"
 
 
 def _describe_group(group: Group) -> str:
