@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import make_manifest, make_tensors, save, write_files
 
 from zorselike.checkpoint import blocks
-from zorselike.checkpoint.diff import Difference, diff
+from zorselike.checkpoint.diff import Difference, _compare_keys, diff
 from zorselike.checkpoint.folder import commit, make_partial
 from zorselike.plan.holdings import VALUE
 
@@ -60,3 +60,5 @@ def test_options_are_compared_by_key(tmp_path: Path) -> None:
     optimizer = {"class": "AdamW", "options": [{"lr": 2e-5, "betas": [0.9, 0.95]}], "of": {"a.w": 0}}
     b = commit(partial, replace(manifest, optimizer=optimizer, loss_scale=None, plan="x", versions={}))
     assert [difference.name for difference in diff(a, b)] == ["optimizer.options", "loss_scale", "plan"]
+    (alone,) = _compare_keys("optimizer", None, optimizer)
+    assert str(alone.what) == "only in the second"

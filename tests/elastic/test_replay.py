@@ -97,6 +97,11 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, cluster: Cluster, text:
     assert str(caught.value).startswith(path)
 
 
+def test_a_file_that_is_not_there_is_told_as_that(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match=r"^nowhere: there is no such file; check the path"):
+        read_stretches("nowhere", cluster)
+
+
 @given(
     st.lists(
         st.tuples(

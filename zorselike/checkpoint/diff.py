@@ -82,6 +82,9 @@ def _compare_keys(key: str, left: object, right: object) -> list[Difference]:
         ]
     if key == "plan":
         return [Difference(key, "differs")]
+    for which, other, one in (("first", right, left), ("second", left, right)):
+        if other is None and isinstance(one, Mapping):
+            return [Difference(key, f"only in the {which}")]
     return [Difference(key, f"{left!r} and {right!r}")]
 
 

@@ -10,8 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zorselike.errors import ConfigError
+from zorselike.errors import ConfigError, FileError
 from zorselike.plan.cluster.cluster import Cluster
+from zorselike.text.files import read_text
 from zorselike.text.wording import list_few, suggest
 
 TIME = "time_s"
@@ -72,9 +73,9 @@ def read_stretches(path: str, cluster: Cluster, until_s: float | None = None) ->
 def _read_records(path: str) -> Sequence[Mapping[str, object]]:
     """With the names of columns in small letters."""
     try:
-        text = Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a CSV or JSON file of events") from None
+        text = read_text(Path(path).expanduser(), "record")
+    except FileError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if text.lstrip().startswith(("[", "{")):
         try:
             records = json.loads(text)
