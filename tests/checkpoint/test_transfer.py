@@ -229,9 +229,14 @@ def test_what_lies_beside_weights_is_copied(root: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     for name in ("pytorch_model.bin.index.json", "x.bin"):
         (model / name).write_text("weights of before")
+    templates = Path("additional_chat_templates")
+    (model / templates).mkdir()
+    (model / templates / "rag.jinja").write_text("of documents")
     files = export(root, tmp_path / "out", dtype="BF16", like=model)
-    assert [path.name for path in files] == ["model.safetensors", "config.json", "tokenizer.json"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files)
+    names = ["model.safetensors", "config.json", "tokenizer.json", str(templates / "rag.jinja")]
+    assert files == [tmp_path / "out" / name for name in names]
+    assert {path for path in (tmp_path / "out").rglob("*") if path.is_file()} == set(files)
+    assert (tmp_path / "out" / templates / "rag.jinja").read_text() == "of documents"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "dtype": "bfloat16",
         "hidden_size": 5,

@@ -32,6 +32,8 @@ Shards = list[list[Slice]]
 
 _CONFIG = "config.json"
 _COMPANIONS = frozenset((".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"))
+_OTHER_TEMPLATES = "additional_chat_templates"
+"""Folder in which `transformers` saves all chat templates but the first."""
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -205,8 +207,10 @@ def copy_companions(source: Path, target: Path, dtypes: Collection[str]) -> list
         content = path.read_bytes()
         if path.name == _CONFIG:
             content = _say_dtype(path, content, dtypes)
-        write_file(target / path.name, content)
-        names.append(path.name)
+        own = path.relative_to(source)
+        make_folders((target / own).parent)
+        write_file(target / own, content)
+        names.append(str(own))
     return names
 
 
@@ -215,7 +219,8 @@ def _list_companions(folder: Path) -> list[Path]:
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(f"{folder}: has no {_CONFIG}: name the folder that the model came from")
     found = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != INDEX)
-    return [path for path in found if path.suffix in _COMPANIONS and not path.name.endswith(".index.json")]
+    kept = [path for path in found if path.suffix in _COMPANIONS and not path.name.endswith(".index.json")]
+    return kept + sorted((folder / _OTHER_TEMPLATES).glob("*.jinja"))
 
 
 def _say_dtype(path: Path, content: bytes, dtypes: Collection[str]) -> bytes:
