@@ -11,6 +11,7 @@ import volume
 from searched_problems import draw_problem, make_decoder
 
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
+from zorselike.planner.baselines.even import find_even
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import Fixed, PlanProblem
@@ -146,6 +147,16 @@ def test_what_people_would_leave_out_is_looked_at_now_and_then():
         assert looking._looks.peek() is not None
         looking._looks.advance()
     assert all(look.num_looked for look in named)
+
+
+def test_the_first_answer_is_no_worse_than_one_node_alone():
+    """A card behind a slow link makes all devices together the most promising by what they compute."""
+    nodes = device_problems.make_nodes("a", "A100-40 A100-40"), device_problems.make_nodes("b", "T4")
+    problem = device_problems.make_problem(*nodes, links={"default_link": Link(1e3)})
+    alone = find_even("alone", problem.setting, problem.cluster.places[:2], problem.global_batch).simulated
+    assert alone is not None
+    best = search_plans(problem, budget_s=1e-9).best.case
+    assert best.simulation.iteration_s < 1.1 * alone.simulation.iteration_s
 
 
 def test_refining_turns_to_what_promises_more_and_comes_back():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 
 from zorselike.planner.candidate.modes import Family, Mode
 from zorselike.planner.search.choice import Choice, Groups
@@ -78,6 +78,19 @@ class CoarseSearch:
         if len(self._groups) == 1:
             some += [estimated for estimated in self._best_of.values() if estimated not in some]
         return some
+
+    def glance(self) -> list[EstimatedCandidate]:
+        """With the fewest ministages the first modes that fit, of those that offload nothing."""
+        few = min(self._microbatch_counts, key=lambda number: abs(number - _FIRST_MICROBATCHES[0]))
+        numbers = dict.fromkeys((few, self._microbatch_counts[0], self._microbatch_counts[-1]))
+        found: list[EstimatedCandidate] = []
+        for families in (self._once[:_FITTING_FAMILIES], self._often[:_FITTING_FAMILIES]):
+            modes = [mode for family in families for mode in family if mode.offload == family[0].offload]
+            for per_device in numbers:
+                choices = (self._choose(mode, per_device, self._ministage_counts[0]) for mode in modes)
+                tried = (self._evaluator.try_choice(choice, self._grouping) for choice in choices)
+                found += islice(filter(None, tried), 1)
+        return found
 
     def find_any(self, *, in_flight: bool) -> EstimatedCandidate | None:
         """Whatever fits first with what needs least memory; None where that does not either."""

@@ -34,6 +34,9 @@ MOST_REFINED = 6
 whose first estimates say less."""
 NAMED_TURN = 4
 """Every so many looks, one is at what people would try first."""
+FAR = 1.5
+"""Where all first looks are so many times above the bounds of their devices, links say more than these, and
+what people would try first is glanced at."""
 LOOKED = 0.05
 """By this share more promising must be another grouping of devices that were looked at, for each time."""
 FAST_SHARE = 0.5
@@ -58,6 +61,8 @@ class SetLook:
     """Whether all groupings were looked at."""
     coarse: list[EstimatedCandidate] = field(default_factory=list)
     """First estimates, the best first."""
+    glance: EstimatedCandidate | None = None
+    """The best of some with all devices in one group."""
     refined: set[int] = field(default_factory=set)
     """Which of these were refined, by identity."""
 
@@ -78,6 +83,7 @@ class CoarseLooks:
         self._num_layers = len(problem.workload.layers)
         self.looks: list[SetLook] = []
         self._next: SetLook | None = None
+        self._has_glanced = False
         self._spent_s, self._num_done = 0.0, 0
 
     def begin(self, sets: Iterator[DeviceSet] | tuple[DeviceSet, ...]) -> None:
@@ -105,6 +111,9 @@ class CoarseLooks:
         self._budget.has_found = self._budget.has_found or bool(candidates)
         look.coarse = sorted([*look.coarse, *candidates], key=lambda estimated: estimated.score)
         look.num_looked += 1
+        if not self._has_glanced and self._reached > FAR:
+            self._has_glanced = True
+            self._glance()
         spent_s = self._evaluator.nominal_s - begin_s
         self._spent_s, self._num_done = self._spent_s + spent_s, self._num_done + 1
         return spent_s
@@ -115,14 +124,15 @@ class CoarseLooks:
         named = (look for look in possible if look.devices.is_share and not look.num_looked)
         if self._num_done % NAMED_TURN == 0 and (first := next(named, None)) is not None:
             return first
-        reached = min(map(self._reach, (look for look in self.looks if look.coarse)), default=1.0)
+        reached = self._reached
 
         def promise(look: SetLook) -> tuple[float, float]:
             best = look.coarse[0] if look.coarse else None
             if best is None and look.num_looked:
                 return inf, float(look.num_looked)  # Nothing fitted yet.
             if best is None:
-                return 0.0, reached * self._bound(look)
+                glanced = inf if look.glance is None else look.glance.score.wanted
+                return 0.0, min(glanced, reached * self._bound(look))
             return best.score.excess, self._found.expect(best) * (1 + LOOKED * look.num_looked)
 
         return min(possible, key=promise, default=None)
@@ -131,9 +141,29 @@ class CoarseLooks:
         is_money = self._problem.objective == "cost"
         return look.devices.bound_cost if is_money else look.devices.bound_s
 
-    def _reach(self, look: SetLook) -> float:
-        """The best of a set, in its bound."""
-        return look.coarse[0].score.wanted / max(self._bound(look), 1e-30)
+    @property
+    def _reached(self) -> float:
+        """The least that the best of a set takes, in its bound."""
+        pairs = ((look, own) for look in self.looks for own in (*look.coarse[:1], look.glance) if own)
+        return min((own.score.wanted / max(self._bound(look), 1e-30) for look, own in pairs), default=1.0)
+
+    def _glance(self) -> None:
+        """At all devices in one group, of the sets that people would try first and of single nodes: of
+        devices that a slow link joins bounds promise what no plan reaches, and a few alone may be faster."""
+        problem = self._problem
+        if problem.fixed.groups is not None or problem.fixed.bounds_in_flight:
+            return
+        region_of = [problem.cluster.nodes[node].region for node in problem.nodes]
+        for look in self.looks:
+            devices = look.devices.devices
+            spans = len({region_of[device] for device in devices}) > 1
+            is_simple = look.devices.is_share or len({problem.nodes[device] for device in devices}) == 1
+            if not is_simple or look.num_looked or (spans and not problem.spans_regions):
+                continue
+            found = CoarseSearch(self._evaluator, (devices,), "one group").glance()
+            for estimated in found:
+                self._found.keep(estimated)
+            look.glance = min(found, key=lambda own: own.score, default=None)
 
     def _is_hopeless(self, devices: DeviceSet) -> bool:
         """Whether no plan of these devices would be simulated, beside the best estimate so far. Estimates
