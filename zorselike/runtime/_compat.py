@@ -1,4 +1,4 @@
-"""The one place that knows names which differ between torch 2.11 and 2.15."""
+"""The one place that knows names which differ between versions of torch from 2.11 on."""
 
 from __future__ import annotations
 

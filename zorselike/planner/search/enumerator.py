@@ -34,7 +34,7 @@ MOST_REFINED = 6
 whose first estimates say less."""
 NAMED_TURN = 4
 """Every so many looks, one is at what people would try first."""
-FAR = 1.5
+FAR = 5.0
 """Where all first looks are so many times above the bounds of their devices, links say more than these, and
 what people would try first is glanced at."""
 LOOKED = 0.05
