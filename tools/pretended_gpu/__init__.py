@@ -1,0 +1,1 @@
+"""A stand-in for CUDA on machines without a GPU (run.py)."""
