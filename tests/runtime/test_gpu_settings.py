@@ -149,7 +149,9 @@ def test_transfers_between_two_ranks_get_few_multiprocessors() -> None:
         mock.patch.object(dist, "is_nccl_available", return_value=True),
         mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
         mock.patch.object(dist, "new_group", new_group),
-        mock.patch.multiple(ranks, unbound_default_group=nullcontext, let_wait=mock.DEFAULT),
+        mock.patch.multiple(
+            ranks, unbound_default_group=nullcontext, let_wait=mock.DEFAULT, has_nccl=lambda group: False
+        ),
     ):
         groups.make_pair((1, 0))
         groups.make((0, 1, 2), "nccl")
