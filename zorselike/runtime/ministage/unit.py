@@ -137,7 +137,7 @@ class Unit:
             hidden = self._anchor(hidden_states(args, kwargs))
             args, kwargs = with_hidden_states(args, kwargs, hidden)
         outputs = self._without_parameters(self._enter(*args, **kwargs))
-        outputs = map_tensors(outputs, partial(self._hand_on, given=tensors_in((args, kwargs))))
+        outputs = map_tensors(outputs, partial(self._hand_on, given=(args, kwargs)))
         if anchors and not self._is_nested:
             return self._anchor(outputs)
         return outputs
@@ -153,7 +153,7 @@ class Unit:
             return outputs
         return map_tensors(outputs, lambda t: t.clone() if t.untyped_storage()._cdata in own else t)
 
-    def _hand_on(self, output: Tensor, *, given: Sequence[Tensor]) -> Tensor:
+    def _hand_on(self, output: Tensor, *, given: Any) -> Tensor:
         """An output as something of whose backward FSDP2 hears: who changes a view in place (`x =
         self.linear(x); x += y`) takes its hooks away. A view of what was given is left to autograd."""
         # Where a unit inside and the module around it return the same tensor, FSDP2 gathers the unit first
@@ -162,7 +162,9 @@ class Unit:
         if not is_inner and not output._is_view():
             return output
         storage = output.untyped_storage()._cdata
-        is_given = self.name and any(tensor.untyped_storage()._cdata == storage for tensor in given)
+        is_given = self.name and any(
+            tensor.untyped_storage()._cdata == storage for tensor in tensors_in(given)
+        )
         return output if is_given else _apart(output)
 
     def _anchor(self, x: Any, *, give: Callable[[], None] | None = None) -> Any:
