@@ -28,6 +28,10 @@ class Present:
     def find_spec(self, name, path=None, target=None):
         return None if name.partition(".")[0] in missing else self.finder.find_spec(name, path, target)
 
+    def find_distributions(self, *given, **named):
+        find = getattr(self.finder, "find_distributions", None)
+        return find(*given, **named) if find else ()
+
 
 sys.meta_path[:] = map(Present, sys.meta_path)
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -118,6 +119,10 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
+_UNCOUNTED = itertools.count(1 << 32)
+"""What groups of one process are named by, which no count of common ones reaches."""
+
+
 class _OneByOne(dist.ProcessGroupGloo):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, *, enable_reconfigure: bool = False
@@ -149,6 +154,21 @@ def one_collective_at_a_time() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = usual  # type: ignore[misc]
+
+
+@contextmanager
+def uncounted_groups() -> Iterator[None]:
+    """Inside, `new_group(use_local_synchronization=True)` makes groups that other processes do not know of.
+
+    From torch 2.14 on these count as others do, and all processes name those after them by the count: where
+    some have made one more, they would wait for each other by different names.
+    """
+    world = distributed_c10d._world
+    usual, world.group_count = world.group_count, next(_UNCOUNTED)
+    try:
+        yield
+    finally:
+        world.group_count = usual
 
 
 @contextmanager

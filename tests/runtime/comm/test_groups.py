@@ -100,6 +100,32 @@ def test_groups_are_their_own_and_wait_as_long_as_a_step_may_take(
     assert run_ranks(make_groups, 3, bound) == [[limits] * 2, [limits] * 2, [limits] * 3]
 
 
+def make_own_groups_between(rank: int, world_size: int) -> int:
+    """Two of rank 1 alone, then one of all, with names as torch 2.14 counts them; its size."""
+    name_group = distributed_c10d._process_group_name
+
+    def name_and_count(ranks: Any, use_hashed_name: bool) -> Any:
+        before = distributed_c10d._world.group_count
+        name = name_group(ranks, use_hashed_name)
+        distributed_c10d._world.group_count = before + 1
+        return name
+
+    distributed_c10d._process_group_name = name_and_count
+    groups = Groups(Ranks(rank, tuple(range(world_size))))
+    own = [groups.make_own("gloo") for _ in range(2 * (rank == 1))]
+    everyone = groups.make(range(world_size), "gloo")
+    for group in (*own, everyone):
+        dist.barrier(group)
+    assert everyone is not None
+    size = everyone.size()
+    groups.close()
+    return size
+
+
+def test_a_group_of_one_process_changes_no_name_of_later_ones(run_ranks: RunRanks) -> None:
+    assert run_ranks(make_own_groups_between, 2, timeout=30) == [2, 2]
+
+
 def test_torch_may_say_more_of_a_gloo_group_than_it_did(tmp_path: Path) -> None:
     """From 2.14 on it says whether groups may be reconfigured."""
     with _compat.one_collective_at_a_time():

@@ -21,6 +21,7 @@ from zorselike.runtime._compat import (
     one_collective_at_a_time,
     release_groups,
     unbound_default_group,
+    uncounted_groups,
 )
 
 ProcessGroup = dist.ProcessGroup
@@ -78,7 +79,7 @@ class Groups:
     def make_own(self, backend: str) -> ProcessGroup:
         """A group of this process alone, known to nobody else."""
         process = self.ranks.process_of[self.ranks.rank]
-        with unbound_default_group(), one_collective_at_a_time():
+        with unbound_default_group(), one_collective_at_a_time(), uncounted_groups():
             group = dist.new_group([process], backend=backend, use_local_synchronization=True)
         return self._keep(group)
 
