@@ -340,6 +340,25 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
         zorselike.hf.build_on_meta(tmp_path)
 
 
+def test_a_model_for_images_too_is_refused_with_the_way_to_its_text_model(tmp_path: Path) -> None:
+    """A plan was told to name modules for images, and then that layers are not called."""
+    text = {**FAMILIES["gemma3"], "num_hidden_layers": 1}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 14})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"Gemma3ForConditionalGeneration has more parts") as caught:
+        zorselike.hf.build_on_meta(tmp_path)
+    told = str(caught.value).split("; ")
+    names = {"model": model, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    exec("; ".join(told[2:5]), names)
+    config = names["text"].config
+    assert {*names["text"].model.parameters()} == {*model.get_decoder().parameters()}
+    config.save_pretrained(tmp_path)
+    assert list_modules(zorselike.hf.build_on_meta(tmp_path))[-1] == "lm_head"
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json; give a folder that save_pretrained wrote"):
         zorselike.hf.build_on_meta(tmp_path)

@@ -98,6 +98,13 @@ def test_what_is_no_number_of_an_adapter_is_refused(numbers: dict[str, Any], wor
         Lora(**numbers)
 
 
+def test_a_folder_in_place_of_settings_is_refused() -> None:
+    """It ended in an AttributeError."""
+    folder: Any = "adapters"
+    with pytest.raises(ConfigError, match=r"^lora: it is 'adapters'; give .*Lora\(rank.* by load_adapters"):
+        add_lora(make_model("llama"), folder)
+
+
 def test_shared_experts_are_left_out_by_default() -> None:
     """`peft` takes the names of their layers for those of all experts."""
     config = transformers.Glm4MoeConfig(

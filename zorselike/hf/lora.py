@@ -69,6 +69,11 @@ def add_lora(model: nn.Module, lora: Lora, *, dtype: torch.dtype | None = None) 
     Raises `ConfigError` where `peft` is missing, or where a target is no linear layer of the model, or shares
     its weight with another module, or has its weight transposed and another has not.
     """
+    if not isinstance(lora, Lora):
+        raise ConfigError(
+            f"lora: it is {lora!r}; give zorselike.hf.Lora(rank=...), and begin with the adapters of a "
+            "folder by load_adapters"
+        )
     peft = _import_peft()
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     config = peft_config(model, lora)

@@ -375,6 +375,14 @@ def test_what_a_model_would_add_to_its_loss_is_refused(cuts: tuple[int, ...]) ->
         cut(model, *cuts)
 
 
+def test_a_loss_of_routers_that_a_step_asks_for_is_refused() -> None:
+    """A single ministage left it out and said nothing."""
+    parts, plan = cut(make_model("mixtral"))
+    with pytest.raises(ConfigError, match=r"output_router_logits asks for a loss .*; leave it out, and"):
+        trace(parts, plan, tokens(ROWS), output_router_logits=True)
+    assert trace(parts, plan, tokens(ROWS), output_router_logits=False).boundaries
+
+
 def test_splits_convention_is_not_theirs() -> None:
     names = list_modules(make_model("llama"))
     with pytest.raises(ConfigError, match="leave split out: a causal LM of transformers is cut between its"):

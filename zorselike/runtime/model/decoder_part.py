@@ -124,6 +124,11 @@ class MinistageForward:
     def __call__(self, *tensors: Tensor, **kwargs: Any) -> Any:
         if self._passes_cache_flag:
             kwargs["use_cache"] = False  # A cache would keep keys and values of every layer.
+        if self._unpack is None and kwargs.get("output_router_logits"):
+            raise ConfigError(
+                "output_router_logits asks for a loss of transformers that is left out here; leave it "
+                "out, and give each layer a loss of its own by zorselike.add_loss"
+            )
         if len(tensors) != 1:
             raise ConfigError(
                 "a causal LM takes its token ids as the one input; give everything else by keyword, such as "
