@@ -32,6 +32,23 @@ def test_a_second_writer_is_told_who_holds_it(tmp_path: Path) -> None:
     Lease(tmp_path / "new").release()
 
 
+def test_one_that_was_deleted_with_its_folder_is_taken_again(tmp_path: Path) -> None:
+    """No save of that run succeeded from then on: "an unknown process" was said to hold it."""
+    lease = Lease(tmp_path / "new", job="this")
+    assert not lease.keep()
+    lease.path.unlink()
+    lease.path.parent.rmdir()
+    assert lease.keep() and not lease.keep()
+    assert json.loads(lease.path.read_text())["job"] == "this"
+    lease.path.unlink()
+    other = Lease(tmp_path / "new")
+    with pytest.raises(CheckpointError, match="no longer holds the lease"):
+        lease.keep()
+    lease.release()
+    other.check()
+    other.release()
+
+
 def hold_in_child(folder: Path) -> int:
     """A process that takes the lease and stops; its number."""
     pid = os.fork()

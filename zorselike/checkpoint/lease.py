@@ -53,7 +53,6 @@ class Lease:
         Raises:
             CheckpointError: Another one holds it; says who.
         """
-        make_folders(folder)
         self.path = folder / LEASE
         self._holder = _Holder(
             uuid.uuid4().hex,
@@ -64,18 +63,19 @@ class Lease:
             datetime.now(UTC).isoformat(timespec="seconds"),
             job,
         )
-        written = folder / f"{LEASE}.{self._holder.token[:8]}"
-        try:
-            write_file(written, json.dumps(vars(self._holder)).encode())
-            with _alone(folder):
-                if not self._place(written):
-                    self._take_over(written)
-        finally:
-            with contextlib.suppress(OSError):
-                written.unlink()
+        self._take()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="checkpoint lease", daemon=True)
         self._thread.start()
+
+    def keep(self) -> bool:
+        """As `check`, but takes the lease again where it was deleted, with all of its folder perhaps; whether
+        it was."""
+        was_deleted = not self.path.exists()
+        if was_deleted:
+            self._take()
+        self.check()
+        return was_deleted
 
     def check(self) -> None:
         """Raises `CheckpointError` if the lease is no longer this one's: somebody deleted it or took it
@@ -93,6 +93,19 @@ class Lease:
         with contextlib.suppress(CheckpointError, OSError):
             self.check()
             self.path.unlink()
+
+    def _take(self) -> None:
+        folder = self.path.parent
+        make_folders(folder)
+        written = folder / f"{LEASE}.{self._holder.token[:8]}"
+        try:
+            write_file(written, json.dumps(vars(self._holder)).encode())
+            with _alone(folder):
+                if not self._place(written):
+                    self._take_over(written)
+        finally:
+            with contextlib.suppress(OSError):
+                written.unlink()
 
     def _place(self, written: Path) -> bool:
         """Whether the lease was free and is this one's now. It appears with all that it says."""

@@ -283,10 +283,13 @@ class RunCheckpoints:
             path = save.wait()
         except CheckpointError as error:
             if must_succeed:
-                newest = "none" if self._saved_step is None else f"step {self._saved_step}"
+                newest = (
+                    "nothing is saved, and the same command begins anew"
+                    if self._saved_step is None
+                    else f"the newest is step {self._saved_step}, from which the same command goes on"
+                )
                 raise CheckpointError(
-                    f"the run ended after step {save.step}, which could not be saved: {error}; the newest "
-                    f"that is saved: {newest}, from which the same command goes on"
+                    f"the run ended after step {save.step}, which could not be saved: {error}; {newest}"
                 ) from error
             if self._pipe.rank == 0:
                 logger.warning("step %d is not saved, older ones are as they were: %s", save.step, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,22 @@ def save_twice(rank: int, size: int, folder: Path) -> list[bool]:
 def test_one_save_at_a_time(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(save_twice, RANKS, tmp_path) == [[True, False, True]] * RANKS
     assert [path.name for path in list_steps(tmp_path)] == [step_folder(2), step_folder(0)]
+
+
+def save_where_all_was_deleted(rank: int, size: int, folder: Path) -> list[str]:
+    with build() as pipe:
+        pipe.save(folder / "deleted")
+        if rank == 0:
+            shutil.rmtree(folder / "deleted")
+        save = pipe.save(folder / "deleted", wait=False)
+        assert save is not None and save.wait().exists()
+        return save.warnings
+
+
+def test_a_folder_that_was_deleted_is_made_again(run_ranks: RunRanks, tmp_path: Path) -> None:
+    warnings = run_ranks(save_where_all_was_deleted, RANKS, tmp_path)
+    assert [len(told) for told in warnings] == [1, 0, 0] and "it is made anew" in warnings[0][0]
+    assert [path.name for path in list_steps(tmp_path / "deleted")] == [step_folder(0)]
 
 
 def save_without_room(rank: int, size: int, folder: Path) -> list[str]:

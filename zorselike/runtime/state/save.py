@@ -258,17 +258,18 @@ class Saver:
             except Exception as error:
                 save.warnings.append(self._describe(error))
 
-    def _hold(self, folder: Path, *, job: str = "") -> None:
-        """As the leader: makes sure that nobody else saves there."""
+    def _hold(self, folder: Path, *, job: str = "") -> bool:
+        """As the leader: makes sure that nobody else saves there; whether what said so was deleted."""
         if folder not in self._leases:
             self._leases[folder] = Lease(folder, job=job)
             remove_partials(folder)
-        self._leases[folder].check()
+        return self._leases[folder].keep()
 
     def _open(self, save: Save) -> dict[str, Any]:
         """As the leader: the folder to write into."""
         try:
-            self._hold(save.folder)
+            if self._hold(save.folder):
+                save.warnings.append("lease.json was deleted from this folder, or all of it; it is made anew")
             partial = make_partial(save.folder, save.step)
             (partial / _SHARED).touch()
         except Exception as error:
