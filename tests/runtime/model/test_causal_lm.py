@@ -392,6 +392,12 @@ def test_splits_convention_is_not_theirs() -> None:
 def test_dropped_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"config.layerdrop = 0.1 leaves out layers at random"):
         cut(make_model("opt", layerdrop=0.1), 4)
+    bart = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "encoder_layers": 1}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, is_decoder=True, decoder_layerdrop=0.1, **bart)
+    with torch.device("meta"):
+        model = transformers.BartForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"config.decoder_layerdrop = 0.1 leaves out layers at random"):
+        partition(model, plan_over(["model.decoder", "lm_head"]))
     parts, _ = cut(make_model("opt"), 4)
     for part in parts:
         part.module.get_submodule("model.decoder").layerdrop = 1.0

@@ -31,6 +31,8 @@ _TRACEABLE_EXPERTS = "batched_mm"
 """Of the ways in which `transformers` computes experts, one whose shapes do not depend on values."""
 _OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Asks for what layers of all ministages compute."""
+_LAYER_DROPS = ("layerdrop", "decoder_layerdrop")
+"""By these keys of a configuration layers are left out at random."""
 _ADDS_TO_LOSS = ("output_router_logits", "z_loss_coefficient")
 """By these keys of a configuration the loss that a model computes itself has more than tokens."""
 
@@ -64,11 +66,12 @@ def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | N
             'model.gradient_checkpointing_disable() and set recompute = "layer" in the plan\'s groups'
         )
     config: Any = model.config
-    if getattr(config, "layerdrop", 0):
-        raise ConfigError(
-            f"model: config.layerdrop = {config.layerdrop} leaves out layers at random, and a ministage "
-            "cannot know what others left out; set it to 0 before the model is built"
-        )
+    for key in _LAYER_DROPS:
+        if share := getattr(config, key, 0):
+            raise ConfigError(
+                f"model: config.{key} = {share} leaves out layers at random, and a ministage cannot know "
+                "what others left out; set it to 0 before the model is built"
+            )
     if unpack is None:
         _refuse_losses_of_its_own(config)
     skeleton = _DecoderSkeleton(model, plan.sequence_length)
