@@ -171,6 +171,17 @@ def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
     assert all(e.code == 2 for e in said) and "is of other nodes" in said[0].stderr
 
 
+def test_without_links_of_its_devices_no_cluster_is_written(run: Any, tmp_path: Path) -> None:
+    nodes = ("a", "a", "b")
+    said = fine(run("profile", *QUICK, "--only", "update", nodes=nodes))
+    assert "cluster.toml is not written: nothing was measured of what connects the devices of node a" in said
+    assert said.rstrip().endswith("wrote profile.json") and not (tmp_path / "cluster.toml").exists()
+    fine(run("profile", *QUICK, "--only", "links", "--largest-message", "100KiB", nodes=nodes))
+    assert Profile.load(tmp_path / "profile.json").updates
+    said = fine(run("profile", *QUICK, "--only", "update", nodes=nodes))
+    assert "not written" not in said and said.rstrip().endswith("wrote profile.json and cluster.toml")
+
+
 def test_a_limit_of_memory_is_a_limit_of_rows(run: Any, tmp_path: Path) -> None:
     wide = (*SMALL, "--dtype", "float32", "--most-rows", "64", "--only", "layers", "largest_batch")
     fine(run("profile", *wide, "--memory", "4MB"))

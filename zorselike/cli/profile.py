@@ -124,7 +124,8 @@ class ProfileCommand(FolderOptions):
                 from zorselike.profiler.summary import describe_profile
 
                 print(describe_profile(profile))
-                print(f"wrote {self.output} and {self.cluster}")
+                has_cluster = Path(self.cluster).exists()
+                print(f"wrote {self.output} and {self.cluster}" if has_cluster else f"wrote {self.output}")
 
     def _check(self) -> None:
         counts = {f"--tensor-parallel {degree}": degree for degree in self.tensor_parallel}

@@ -26,7 +26,7 @@ from zorselike.profiler.tasks import (
     save_once,
 )
 from zorselike.runtime.processes.processes import Processes
-from zorselike.text.wording import count
+from zorselike.text.wording import count, list_few
 
 _SECONDS_OF_OTHERS = 2.0
 """Roughly what links, updates and copies take each."""
@@ -68,7 +68,15 @@ def measure(
     if unfit:
         _tell(processes, f"not even one row fits, so nothing is known of: {'; '.join(unfit)}")
     save_once(processes, profile, path)
-    if not keeps_cluster:
+    if keeps_cluster:
+        return profile
+    if unjoined := _list_unjoined(processes, profile):
+        _tell(
+            processes,
+            f"{cluster_path} is not written: nothing was measured of what connects the devices of "
+            f"{list_few(unjoined, 'node')}; give --only links too, or write it by hand",
+        )
+    else:
         save_once(processes, found_cluster(processes, profile), cluster_path)
     return profile
 
@@ -156,6 +164,13 @@ def estimate_seconds(
     seconds[PROGRAM] = _SECONDS_OF_PROGRAM
     total = sum(seconds.get(task.name.split(",")[0], _SECONDS_OF_OTHERS) for task in tasks)
     return max(processes.gather(total))
+
+
+def _list_unjoined(processes: Processes, profile: Profile) -> list[str]:
+    """Nodes with several devices, of whose links nothing is known."""
+    known = {entry.between for entry in profile.links}
+    pairs = choose_pairs(devices_by_node(processes)).items()
+    return [a for pair, alike in pairs if not known & {pair, *alike} for a, b in alike if a == b]
 
 
 def _keeps_cluster(job: Job, processes: Processes, path: Path) -> bool:
