@@ -72,3 +72,16 @@ def test_a_jobset_of_any_plan_has_names_that_kubernetes_takes(stem: str) -> None
     for job in jobs:
         last = job["template"]["spec"]["completions"] - 1
         assert len(f"{name}-{job['name']}-0-{last}-abcde") <= POD
+
+
+def test_a_jobset_holds_a_recipe_that_begins_indented() -> None:
+    yaml = pytest.importorskip("yaml")
+    launch("jobset", "a")
+    text = "\n   # mine\n[training]\n    steps = 2"
+    Path("my run.toml").write_text(text + "\n")
+    plan = Plan.load("plan.toml")
+    write_launch(Job(plan=plan, path="plan.toml", program=Program(config="my run.toml")), "jobset")
+    files, _ = yaml.safe_load_all(Path("plan.jobset.yaml").read_text())
+    assert files["data"]["recipe.toml"] == text + "\n"
+    Path("held.toml").write_text(files["data"]["plan.toml"])
+    assert Plan.load("held.toml") == plan

@@ -68,7 +68,8 @@ def _name_part(job: Job, kind: NodeKind, number: int) -> str:
 def _write_files(job: Job, files: Mapping[str, str]) -> list[str]:
     lines = ["apiVersion: v1", "kind: ConfigMap", "metadata:", f"  name: {_name(job)}-plan", "data:"]
     for name, text in files.items():
-        lines += [f"  {name}: |", indent(text.rstrip("\n"), "    ")]
+        # The 2: spaces before the first line may be the file's own.
+        lines += [f"  {name}: |2", indent(text.rstrip("\n"), "    ")]
     return lines
 
 
