@@ -147,7 +147,7 @@ def test_unconnected_parts_are_proposed_apart() -> None:
     assert found[0].devices == (0, 1, 2, 3)
     assert found[0].note == (
         "no link joins nodes t0 and t1 (4 devices) to the 4 devices of the part that is planned for; "
-        "they are left out"
+        "they are left out, unless the cluster file gets a [[links]] for them or a default_link"
     )
 
 

@@ -150,7 +150,8 @@ def _describe_rest(cluster: Cluster, part: Sequence[int], devices: Iterable[int]
     nodes = list(dict.fromkeys(cluster.nodes[cluster.places[device].node].name for device in left))
     return (
         f"no link joins {list_few(nodes, 'node')} ({count(len(left), 'device')}) to the "
-        f"{count(len(part), 'device')} of the part that is planned for; they are left out"
+        f"{count(len(part), 'device')} of the part that is planned for; they are left out, unless the "
+        "cluster file gets a [[links]] for them or a default_link"
     )
 
 
