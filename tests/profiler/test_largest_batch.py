@@ -26,6 +26,7 @@ from zorselike.profiler.largest_batch.search import (
     STAGES,
     StageResult,
     StepTrials,
+    count_rows,
     least_bytes,
     make_entries,
     search_stages,
@@ -158,6 +159,28 @@ def test_stages_that_hold_as_many_rows_are_searched_once(run_ranks: RunRanks) ->
         (stage,) = own
         assert stage.zero == 0 and stage.found.refused_rows is None
         assert [rows for rows, _ in stage.found.trials] == [3]
+
+
+def count_and_search(rank: int, size: int, port: int, limit: int, most: int) -> tuple[int, int]:
+    """The rows that a search is announced to compute, and those that it computes."""
+    with join(port) as processes:
+        model, memory = measured_model(most_rows=most), HostMemory(limit)
+        counted = count_rows(model, processes, memory, recompute="none", kept_bytes={}, stages=STAGES)
+        computed = 0
+        for stage in search_stages(model, processes, memory):
+            has_state = False
+            for rows, result in stage.found.trials:
+                computed += (1 + rows) * (1 if has_state else 2)
+                has_state = result.fits
+        return counted, computed
+
+
+def test_as_many_rows_are_announced_as_are_computed(run_ranks: RunRanks) -> None:
+    for counted, computed in run_ranks(count_and_search, 2, free_port(), 10**10, 40, init=False):
+        assert counted == computed == 2 * 41
+    (peak,) = measure_peaks(run_ranks, (0, 6))
+    for counted, computed in run_ranks(count_and_search, 2, free_port(), peak, 64, init=False):
+        assert computed / 2 < counted < 3 * computed
 
 
 def test_where_nothing_fits_all_ranks_know(run_ranks: RunRanks) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.errors import ClusterError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Node
-from zorselike.profiler.largest_batch.bracket import MAX_TRIALS
+from zorselike.profiler.largest_batch.search import count_rows
 from zorselike.profiler.layers.in_step import estimate_in_step_s
 from zorselike.profiler.layers.timing import WARMUPS, LayerBench
 from zorselike.profiler.machine.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -55,7 +56,7 @@ def measure(
     tasks = make_tasks(job, processes, memory)
     missing = [task for task in tasks if job.again or not task.is_known(before)]
     _tell(processes, _describe_start(tasks, missing, path))
-    if missing and (seconds := estimate_seconds(job, processes, memory, missing)) is not None:
+    if missing and (seconds := estimate_seconds(job, processes, memory, missing, before)) is not None:
         _tell(processes, f"this takes about {show_seconds(seconds)}, less where few rows fit")
     profile = run_tasks(missing, before, processes, path)
     unknown = [task.name for task in missing if not task.is_known(profile)]
@@ -130,10 +131,10 @@ def found_cluster(processes: Processes, profile: Profile) -> Cluster:
 
 
 def estimate_seconds(
-    job: Job, processes: Processes, memory: DeviceMemory, tasks: Sequence[Task]
+    job: Job, processes: Processes, memory: DeviceMemory, tasks: Sequence[Task], known: Profile
 ) -> float | None:
     """About how long the tasks take, from one row of one layer, on the slowest rank; collective. None if
-    not even that fits anywhere."""
+    not even that fits anywhere. `known`: what was measured before."""
 
     def time_row() -> float:
         """Of the typical layer; 0 where it does not fit."""
@@ -159,7 +160,15 @@ def estimate_seconds(
             kind: alone_s + estimate_in_step_s(rows_s[kind], job.most_rows, job.repeats)
             for kind, alone_s in seconds.items()
         }
-    seconds[LARGEST_BATCH] = MAX_TRIALS * job.most_rows * own * model / reference
+    rows = count_rows(
+        job,
+        processes,
+        memory,
+        recompute=job.recompute_of_batches,
+        kept_bytes=LayerTimeModel(known, job.workload).kept_bytes,
+        stages=job.stages,
+    )
+    seconds[LARGEST_BATCH] = rows * own * model / reference
     seconds[COLLECTIVES] = _SECONDS_OF_COLLECTIVES
     seconds[PROGRAM] = _SECONDS_OF_PROGRAM
     total = sum(seconds.get(task.name.split(",")[0], _SECONDS_OF_OTHERS) for task in tasks)

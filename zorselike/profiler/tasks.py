@@ -73,6 +73,11 @@ class Job(MeasuredModel):
         """The probe of the kind of layer of which the model has most."""
         return max(self.probes, key=lambda probe: probe.num_instances)
 
+    @property
+    def recompute_of_batches(self) -> Recompute:
+        """With which the largest batch is looked for."""
+        return "layer" if self.recompute == ("layer",) else "none"
+
 
 Told = Callable[[str], None]
 """Hears what is being measured, for a person who waits."""
@@ -341,8 +346,7 @@ class _Measurer:
 
     def largest_batch(self) -> Task:
         """The most rows of the whole model under each ZeRO stage."""
-        job, size = self._job, self._processes.size
-        recompute: Recompute = "layer" if job.recompute == ("layer",) else "none"
+        job, size, recompute = self._job, self._processes.size, self._job.recompute_of_batches
 
         def is_known(profile: Profile) -> bool:
             return set(self._processes.types) <= {

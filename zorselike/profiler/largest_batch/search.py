@@ -19,7 +19,7 @@ from zorselike.cost.profile import LargestBatch, Source
 from zorselike.cost.sizes import KeptBytes
 from zorselike.errors import ClusterError
 from zorselike.plan.plan import Recompute
-from zorselike.profiler.largest_batch.bracket import BracketSearch
+from zorselike.profiler.largest_batch.bracket import MAX_TRIALS, BracketSearch
 from zorselike.profiler.largest_batch.step import ZeroStep
 from zorselike.profiler.layers.probes import MeasuredModel
 from zorselike.profiler.layers.row_search import MaxRows, TrialResult
@@ -156,16 +156,7 @@ def search_stages(
     searched: set[tuple[int, ...]] = set()
     beside_bytes = 0  # What trials found taken beside what the memory model counts; below 0: it counts more.
     for zero in stages:
-        # With ZeRO 0 a rank holds what it would hold alone.
-        num_ranks = processes.size if zero else 1
-        estimate = WholeModelStep(
-            workload=model.workload,
-            device=processes.type,
-            zero=zero,
-            num_ranks=num_ranks,
-            recompute=recompute,
-            kept_bytes=kept_bytes,
-        )
+        estimate = _estimate_step(model, processes, zero, recompute, kept_bytes)
         expected = estimate.most_rows(limit - beside_bytes, model.most_rows)
         everyone = tuple(processes.gather(expected))
         if everyone in searched and all(everyone):  # Where nothing should fit, a row may all the same.
@@ -180,12 +171,41 @@ def search_stages(
         )
         trials.close()
         searched.add(tuple(processes.gather(found.max_rows)))
-        results.append(StageResult(zero, num_ranks, found, limit))
+        results.append(StageResult(zero, estimate.num_ranks, found, limit))
         if found.refused_rows is not None:
             beside_bytes = max(beside_bytes, limit - estimate.peak_bytes(found.refused_rows) + 1)
         if found.max_rows:
             beside_bytes = min(beside_bytes, limit - estimate.peak_bytes(found.max_rows))
     return results
+
+
+def count_rows(
+    model: MeasuredModel,
+    processes: Processes,
+    memory: DeviceMemory,
+    *,
+    recompute: Recompute,
+    kept_bytes: KeptBytes,
+    stages: Sequence[int],
+) -> int:
+    """About how many rows `search_stages` computes on this rank."""
+    steps = (_estimate_step(model, processes, zero, recompute, kept_bytes) for zero in stages)
+    expected = {step.most_rows(memory.limit_bytes, model.most_rows) for step in steps}
+    # All that are asked for are tried once, in two steps; to find out how many fit takes more trials.
+    return sum(2 * (1 + rows) if rows == model.most_rows else MAX_TRIALS * (1 + rows) for rows in expected)
+
+
+def _estimate_step(
+    model: MeasuredModel, processes: Processes, zero: int, recompute: Recompute, kept_bytes: KeptBytes
+) -> WholeModelStep:
+    return WholeModelStep(
+        workload=model.workload,
+        device=processes.type,
+        zero=zero,
+        num_ranks=processes.size if zero else 1,  # With ZeRO 0 a rank holds what it would hold alone.
+        recompute=recompute,
+        kept_bytes=kept_bytes,
+    )
 
 
 def make_entries(
