@@ -16,8 +16,18 @@ from typing import Any
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A tool's command line: its module's text as help, and `--json`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there too")
+    parser.add_argument("--json", type=_output, metavar="FILE", help="write all results there too")
     return parser
+
+
+def _output(text: str) -> Path:
+    """A file that can be written, which is known before minutes of work."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is in a folder that does not exist; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written; name another file")
+    return path
 
 
 def write_json(path: Path | None, content: object) -> None:

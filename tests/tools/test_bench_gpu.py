@@ -17,7 +17,7 @@ from tools.gpu.child import classify, run_job
 from tools.gpu.job import COMPARED, Job, Measurement, Outcome, Shape, merge
 from tools.gpu.sections import SECTIONS, GpuBench, find_losses, find_ratios, search_largest
 from tools.gpu.trainers import build_model, config_of, fill, make_plan
-from tools.report import list_figures, to_plain
+from tools.report import list_figures, make_parser, to_plain
 from zorselike import initialize
 from zorselike.errors import ConfigError
 from zorselike.models.llama import Llama
@@ -229,3 +229,14 @@ def test_the_program_on_made_up_jobs(
     assert names <= found["figures"].keys()
     assert found["device"] == "card" and not found["bench"]["failures"]
     assert {m["variant"] for m in found["bench"]["measured"].values()} == {*COMPARED}
+
+
+def test_a_file_of_results_that_cannot_be_written_is_refused_before_all_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = str(tmp_path / "figures.json")
+    assert make_parser("").parse_args(["--json", given]).json == Path(given)
+    for wrong, why in ((tmp_path / "no" / "figures.json", "make it first"), (tmp_path, "name another file")):
+        with pytest.raises(SystemExit):
+            make_parser("").parse_args(["--json", str(wrong)])
+        assert why in capsys.readouterr().err
