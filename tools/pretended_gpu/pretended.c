@@ -3,6 +3,7 @@
  * nothing, and every stream is idle at once. What was asked is written down, a line each, in PRETENDED_LOG.PID.
  *
  * PRETENDED_GPUS: how many cards there are (2). PRETENDED_TRACE: events and waits of streams are written down too.
+ * order.py reads what is said of streams, threads (tid) and NCCL.
  * Names that torch wants and that are not here return 0: build.py makes them. It finds what is here by lines that
  * begin with a type and a name, so definitions begin at the first column, and nothing else does. */
 #define _GNU_SOURCE
@@ -335,7 +336,7 @@ static void copy(void *target, const void *source, size_t bytes, const char *how
 }
 
 cudaError_t cudaMemcpy(void *target, const void *source, size_t bytes, enum cudaMemcpyKind kind) {
-  write_log("sync cudaMemcpy");
+  write_log("sync memcpy tid %ld", thread_id());
   copy(target, source, bytes, "sync");
   return OK;
 }
@@ -381,7 +382,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
   return cudaStreamCreate(stream);
 }
 
-/* Kept, so that no later stream has its address: logs tell them apart by it. */
+/* Streams and events are kept, so that no later one has the address: logs tell them apart by it. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return OK; }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
@@ -392,7 +393,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return OK; }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  write_log("sync stream tid %ld", thread_id());
+  write_log("sync stream %p tid %ld", (void *)stream, thread_id());
   return OK;
 }
 
@@ -414,7 +415,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   if (is_traced())
-    write_log("wait %p %p", (void *)event, (void *)stream);
+    write_log("wait %p %p tid %ld", (void *)event, (void *)stream, thread_id());
   return OK;
 }
 
@@ -433,7 +434,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
 
 cudaError_t cudaDeviceSynchronize(void) {
   need_context("sync");
-  write_log("sync device");
+  write_log("sync device tid %ld", thread_id());
   return OK;
 }
 
@@ -445,16 +446,13 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return cudaEventCreate(event); }
 
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  free(event);
-  return OK;
-}
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return OK; }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) { return OK; }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (is_traced())
-    write_log("rec %p %p", (void *)event, (void *)stream);
+    write_log("rec %p %p tid %ld", (void *)event, (void *)stream, thread_id());
   return OK;
 }
 
@@ -463,9 +461,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  if (is_traced())
-    write_log("hostwait %p", (void *)event);
-  write_log("sync event tid %ld", thread_id());
+  write_log("sync event %p tid %ld", (void *)event, thread_id());
   return OK;
 }
 
@@ -589,7 +585,7 @@ const char *ncclGetLastError(ncclComm_t group) { return ""; }
 static ncclResult_t note_call(const char *name, size_t count, ncclDataType_t type, ncclComm_t group,
                               cudaStream_t stream) {
   const char *id = ((Communicator *)group)->id;
-  write_log("nccl %s %s %zu %d stream %p", name, id, count, (int)type, (void *)stream);
+  write_log("nccl %s %s %zu %d stream %p tid %ld", name, id, count, (int)type, (void *)stream, thread_id());
   return ncclSuccess;
 }
 

@@ -6,10 +6,11 @@
 
 Streams, events, the caching allocator, FSDP2 and ProcessGroupNCCL are torch's own; kernels and collectives
 do nothing, and memory of a card reads as zero. It shows exceptions on CUDA paths, tensors on wrong devices,
-waits of the host for its card in steps after the first, and contexts on cards that are not the rank's. It
-shows no numbers, no speed, no races and no memory that does not suffice. `--log DIR` keeps what every rank
-printed (`out.RANK`), and what it asked of CUDA and NCCL in which order (`log.RANK.PID`). The exit status is 1
-if a scene failed, a rank waited or had a foreign context, and 2 if something is missing.
+waits of the host for its card in steps after the first, and contexts on cards that are not the rank's; of
+several ranks also calls of NCCL that differ, are made late or would wait for ever (order.py). It shows no
+numbers, no speed, no races and no memory that does not suffice. `--log DIR` keeps what every rank printed
+(`out.RANK`), and what it asked of CUDA and NCCL in which order (`log.RANK.PID`). The exit status is 1 if any
+of this was found, and 2 if something is missing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
 
 from tools.pretended_gpu.build import DRIVER, PRETENDED, build, default_folder, find_torch
+from tools.pretended_gpu.order import compare, find_deadlock, read_logs
 from tools.pretended_gpu.scenes import SAVED, SCENES
 from tools.report import make_parser, write_json
 from zorselike.errors import ConfigError
@@ -46,7 +48,8 @@ class Outcome:
     """Of a rank in a scene."""
 
     scene: str
-    rank: int
+    rank: int | None
+    """None: of all together."""
     reason: str
     """Why it failed; empty if it did not."""
     seconds: float = 0.0
@@ -62,7 +65,7 @@ class Outcome:
     def lines(self) -> list[str]:
         verdict = f"failed: {self.reason}" if self.reason else f"ok, {self.seconds:.1f} s"
         return [
-            f"{self.scene}, rank {self.rank}: {verdict}",
+            f"{self.scene}, {'all ranks' if self.rank is None else f'rank {self.rank}'}: {verdict}",
             *(f"  waits for its card {n} times: {place}" for place, n in self.waits.items()),
             *(f"  has a context on card {card}, which is not its own" for card in self.foreign),
         ]
@@ -85,6 +88,7 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
             "LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
             "PRETENDED_GPUS": str(gpus),
             "PRETENDED_LOG": str(folder / f"log.{rank}"),
+            "PRETENDED_TRACE": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",  # Those would need more of the driver.
             "TORCH_NCCL_ENABLE_MONITORING": "0",
             "PYTHONPATH": ":".join(filter(None, path)),
@@ -109,9 +113,14 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
         for process in started:
             process.kill()
             process.wait()
-    return [
+    outcomes = [
         read_outcome(scene, rank, gpus, folder, process.returncode) for rank, process in enumerate(started)
     ]
+    if ranks > 1:
+        processes = read_logs(folder)
+        faults = [*compare(processes), *find_deadlock(processes)]
+        outcomes += [Outcome(scene, None, fault) for fault in faults]
+    return outcomes
 
 
 def read_outcome(scene: str, rank: int, gpus: int, folder: Path, status: int) -> Outcome:

@@ -5,6 +5,7 @@ Imported in started ranks only (rank.py), but for `SCENES`, which `run.py` lists
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,11 @@ def plan_line(ranks: int) -> Plan:
     return Plan(6, groups, tuple(Ministage(i, NAMES[cuts[i] : cuts[i + 1]]) for i in range(ranks)))
 
 
+def note(text: str) -> None:
+    """Into the log of this rank; between `built` and `ended` no communicator may be made (order.py)."""
+    ctypes.CDLL(None).pretended_note(text.encode())
+
+
 def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings: Any) -> None:
     """Three steps with evaluations, of which those after the first must not wait for the card, unless it has
     the batches (`on_card`), whose targets are counted there; then what waits anyway: reports, and with a
@@ -69,6 +75,7 @@ def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings:
 
     device = torch.device("cuda", torch.cuda.current_device())
     pipe = HeteroPipeline(case.model().float(), case.plan, max_norm=case.max_norm, device=device, **settings)
+    note("built")
     results = []
     for step in range(3):
         inputs, targets = case.batch(step)
@@ -77,6 +84,7 @@ def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings:
         torch.cuda.set_sync_debug_mode("warn" if step and not on_card else "default")
         results += [pipe.step_global(inputs, targets), pipe.evaluate_global(inputs, targets)]
         torch.cuda.set_sync_debug_mode("default")
+    note("ended")
     assert all(result.loss is not None for result in results)
     str(pipe.memory_report())
     if folder is not None:
