@@ -2,8 +2,9 @@
  * torch that is built for CUDA. Memory of a card is memory of the host that reads as zero, kernels and collectives do
  * nothing, and every stream is idle at once. What was asked is written down, a line each, in PRETENDED_LOG.PID.
  *
- * PRETENDED_GPUS: how many cards there are (2). PRETENDED_TRACE: events and waits of streams are written down too.
- * order.py reads what is said of streams, threads (tid) and NCCL.
+ * PRETENDED_GPUS: how many cards this process sees (2). PRETENDED_HIDDEN: how many come before these.
+ * PRETENDED_TRACE: events and waits of streams are written down too. order.py reads what is said of streams,
+ * threads (tid) and NCCL.
  * Names that torch wants and that are not here return 0: build.py makes them. It finds what is here by lines that
  * begin with a type and a name, so definitions begin at the first column, and nothing else does. */
 #define _GNU_SOURCE
@@ -28,6 +29,12 @@ static __thread int current_card = 0;
 static int count_cards(void) {
   const char *told = getenv("PRETENDED_GPUS");
   return told ? atoi(told) : 2;
+}
+
+/* Of the machine, from 1: a process may see some of its cards only. */
+static int number_card(int card) {
+  const char *hidden = getenv("PRETENDED_HIDDEN");
+  return (hidden ? atoi(hidden) : 0) + card + 1;
 }
 
 /* ---- The log ---- */
@@ -175,8 +182,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int card) {
   found->unifiedAddressing = 1;
   found->canMapHostMemory = 1;
   found->maxBlocksPerMultiProcessor = 32;
-  memset(&found->uuid, card + 1, sizeof found->uuid);
-  found->pciBusID = card + 1;
+  memset(&found->uuid, number_card(card), sizeof found->uuid);
+  found->pciBusID = number_card(card);
   return OK;
 }
 
@@ -218,7 +225,7 @@ cudaError_t cudaDeviceCanAccessPeer(int *answer, int card, int other) {
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int card) {
-  snprintf(text, size, "0000:%02x:00.0", card + 1);
+  snprintf(text, size, "0000:%02x:00.0", number_card(card));
   return OK;
 }
 

@@ -56,7 +56,8 @@ def main(scene: str, rank: int, ranks: int, folder: Path) -> None:
     warnings.showwarning = on_warning
     warnings.simplefilter("always")
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if not SCENES[scene].makes_groups:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     began, reason = time.monotonic(), ""
     try:
         SCENES[scene].play(ranks, folder / SAVED)

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
         environment = os.environ | {
             "LD_PRELOAD": str(libraries / PRETENDED),
             "LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
-            "PRETENDED_GPUS": str(gpus),
+            "PRETENDED_GPUS": str(gpus or 1),
+            "PRETENDED_HIDDEN": str(0 if gpus else rank),
             "PRETENDED_LOG": str(folder / f"log.{rank}"),
             "PRETENDED_TRACE": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",  # Those would need more of the driver.
@@ -113,12 +115,15 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
         for process in started:
             process.kill()
             process.wait()
+    is_cut = SCENES[scene].loses_last
+    if is_cut and started[-1].returncode == -signal.SIGKILL:
+        started.pop()
     outcomes = [
         read_outcome(scene, rank, gpus, folder, process.returncode) for rank, process in enumerate(started)
     ]
     if ranks > 1:
         processes = read_logs(folder)
-        faults = [*compare(processes), *find_deadlock(processes)]
+        faults = [*compare(processes, is_cut=is_cut), *([] if is_cut else find_deadlock(processes))]
         outcomes += [Outcome(scene, None, fault) for fault in faults]
     return outcomes
 
@@ -126,7 +131,7 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
 def read_outcome(scene: str, rank: int, gpus: int, folder: Path, status: int) -> Outcome:
     logs = "".join(path.read_text() for path in sorted(folder.glob(f"log.{rank}.*")))
     cards = {int(card) for card in re.findall(r"^context on device (\d+)", logs, re.MULTILINE)}
-    foreign = tuple(sorted(cards - {rank % gpus}))
+    foreign = tuple(sorted(cards - {rank % (gpus or 1)}))
     result = folder / f"{rank}.json"
     if not result.exists():
         printed = (folder / f"out.{rank}").read_text(errors="replace").strip().splitlines()
@@ -142,7 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help="default: all for so many ranks")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="pretended cards (default: one for each rank)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="cards (default: one a rank; 0: so, but each rank sees its own alone)",
+    )
     parser.add_argument("--list", action="store_true", help="name the scenes and end")
     parser.add_argument("--into", type=Path, metavar="DIR", help="where libraries are or will be")
     parser.add_argument("--log", type=Path, metavar="DIR", help="keep logs in a folder for each scene")
@@ -152,9 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for name, scene in SCENES.items():
-            print(f"{name:<20} {scene.least}+ ranks: {scene.explained}")
+            ranks = f"{scene.least}{'' if scene.most == scene.least else '+'} ranks"
+            print(f"{name:<20} {ranks}: {scene.explained}")
         return 0
-    names = options.scenes or [name for name, scene in SCENES.items() if scene.least <= options.ranks]
+    names = options.scenes or [
+        name for name, scene in SCENES.items() if scene.least <= options.ranks <= scene.most
+    ]
     outcomes: list[Outcome] = []
     try:
         _check(names, options.ranks, gpus := options.ranks if options.gpus is None else options.gpus)
@@ -176,13 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(names: Sequence[str], ranks: int, gpus: int) -> None:
-    if ranks < 1 or gpus < 1:
-        raise ConfigError("--ranks and --gpus are 1 or more")
+    if ranks < 1 or gpus < 0:
+        raise ConfigError("--ranks is 1 or more, --gpus 0 or more")
     for name in names:
         if name not in SCENES:
             raise ConfigError(f"there is no scene {name}: it is one of {', '.join(SCENES)}")
-        if ranks < SCENES[name].least:
-            raise ConfigError(f"scene {name} needs --ranks {SCENES[name].least} at least")
+        least, most = SCENES[name].least, SCENES[name].most
+        if not least <= ranks <= most:
+            raise ConfigError(f"scene {name} needs --ranks {least}{' at least' if most > least else ''}")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,27 @@ Imported in started ranks only (rank.py), but for `SCENES`, which `run.py` lists
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
+from zorselike.plan.plan import OFFLOAD_KINDS, Device, Group, Microbatch, Ministage, Plan
 
 if TYPE_CHECKING:
     from tiny import Case
     from torch import Tensor
+
+    from zorselike import HeteroPipeline
 
 LAYERS = 4
 NAMES = ("tok_embeddings", *(f"layers.{i}" for i in range(LAYERS)), "norm", "output")
@@ -33,6 +44,11 @@ class Scene:
     play: Callable[[int, Path], None]
     least: int = 1
     """Ranks."""
+    most: int = 1 << 20
+    loses_last: bool = False
+    """The last rank ends itself in a step."""
+    makes_groups: bool = False
+    """The process group is not there when it begins."""
 
 
 def plan_one_group(ranks: int, **settings: Any) -> Plan:
@@ -65,17 +81,28 @@ def note(text: str) -> None:
     ctypes.CDLL(None).pretended_note(text.encode())
 
 
+def build(case: Case, **settings: Any) -> HeteroPipeline:
+    import torch
+
+    from zorselike import HeteroPipeline
+
+    settings = {
+        "max_norm": case.max_norm,
+        "device": torch.device("cuda", torch.cuda.current_device()),
+    } | settings
+    pipe = HeteroPipeline(case.model().float(), case.plan, **settings)
+    note("built")
+    return pipe
+
+
 def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings: Any) -> None:
     """Three steps with evaluations, of which those after the first must not wait for the card, unless it has
     the batches (`on_card`), whose targets are counted there; then what waits anyway: reports, and with a
     folder saving, loading and going on."""
     import torch
 
-    from zorselike import HeteroPipeline
-
     device = torch.device("cuda", torch.cuda.current_device())
-    pipe = HeteroPipeline(case.model().float(), case.plan, max_norm=case.max_norm, device=device, **settings)
-    note("built")
+    pipe = build(case, **settings)
     results = []
     for step in range(3):
         inputs, targets = case.batch(step)
@@ -100,24 +127,27 @@ def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings:
     pipe.close()
 
 
-def _one_group(bf16: bool = False, **settings: Any) -> Callable[[int, Path], None]:
-    return lambda ranks, folder: _train_tiny(plan_one_group(ranks, **settings), folder, bf16=bf16)
+def _one_group(dtype: str = "float32", **settings: Any) -> Callable[[int, Path], None]:
+    return lambda ranks, folder: _train_tiny(plan_one_group(ranks, **settings), folder, dtype)
 
 
-def _two_groups(bf16: bool = False, **settings: Any) -> Callable[[int, Path], None]:
-    return lambda ranks, folder: _train_tiny(plan_two_groups(ranks, **settings), folder, bf16=bf16, tied=True)
+def _two_groups(dtype: str = "float32", **settings: Any) -> Callable[[int, Path], None]:
+    return lambda ranks, folder: _train_tiny(plan_two_groups(ranks, **settings), folder, dtype, tied=True)
 
 
 def _line(ranks: int, folder: Path) -> None:
     _train_tiny(plan_line(ranks), folder)
 
 
-def _train_tiny(plan: Plan, folder: Path, *, bf16: bool = False, tied: bool = False) -> None:
+def _train_tiny(
+    plan: Plan, folder: Path | None, dtype: str = "float32", *, tied: bool = False, **settings: Any
+) -> None:
     import torch
     from tiny import Case
 
     case = Case(plan, LAYERS, max_norm=0.1, tied=tied, counts=not tied)
-    train(case, folder, param_dtype=torch.bfloat16 if bf16 else None)
+    param_dtype = None if dtype == "float32" else getattr(torch, dtype)
+    train(case, folder, param_dtype=param_dtype, **settings)
 
 
 def _replica(ranks: int, folder: Path) -> None:
@@ -146,17 +176,201 @@ def _loss(ranks: int, folder: Path) -> None:
 
 def _dynamic(ranks: int, folder: Path) -> None:
     """Sequences of four lengths in a row."""
-    import torch
     from tiny import Case
 
-    from zorselike import HeteroPipeline
-
-    case = Case(plan_two_groups(ranks) if ranks > 1 else plan_one_group(1), LAYERS)
-    device = torch.device("cuda", torch.cuda.current_device())
-    pipe = HeteroPipeline(case.model().float(), case.plan, dynamic_shapes=True, device=device)
+    plan = plan_two_groups(ranks) if ranks > 1 else plan_one_group(1)
+    pipe = build(case := Case(plan, LAYERS), dynamic_shapes=True)
     for step, length in enumerate((4, 3, 4, 6)):
         pipe.step_global(*(t.repeat(1, 2)[:, :length].contiguous() for t in case.batch(step)))
     pipe.close()
+
+
+def _autocast(ranks: int, folder: Path) -> None:
+    import torch
+
+    with torch.autocast("cuda", torch.bfloat16):
+        _train_tiny(plan_one_group(ranks, recompute="layer"), folder)
+
+
+def _defaults(ranks: int, folder: Path) -> None:
+    """New tensors are on the card and in bf16, if nothing is said."""
+    import torch
+    from tiny import Case
+
+    case = Case(plan_one_group(ranks, offload=OFFLOAD_KINDS), LAYERS)
+    batches = [case.batch(step) for step in range(6)]
+    torch.set_default_device("cuda")
+    torch.set_default_dtype(torch.bfloat16)
+    with mock.patch.object(Case, "batch", lambda case, step: batches[step]):
+        train(case, folder)
+
+
+def _optimizers(ranks: int, folder: Path) -> None:
+    """Every form of AdamW, each offloaded and clipped by ministages, and two others."""
+    from tiny import Case
+    from torch.optim import SGD, AdamW, NAdam
+
+    forms = [partial(AdamW, **{form: True}) for form in ("fused", "foreach", "capturable", "amsgrad")]
+    for optimizer in (*forms, partial(AdamW, foreach=False), partial(SGD, lr=0.1, momentum=0.9), NAdam):
+        case = Case(plan_one_group(ranks, offload=OFFLOAD_KINDS), LAYERS, max_norm=0.1)
+        pipe = build(case, optimizer=optimizer, clip="ministage")
+        for step in range(2):
+            pipe.step_global(*case.batch(step))
+        pipe.close()
+
+
+def _broken_off(ranks: int, folder: Path) -> None:
+    """The loss of the third microbatch raises; the next step is as if nothing had been."""
+    from tiny import Case
+
+    from zorselike.runtime.loss import token_cross_entropy
+
+    count = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise ArithmeticError
+        return token_cross_entropy(outputs, targets)
+
+    for offload in ((), OFFLOAD_KINDS):
+        count = 0
+        pipe = build(case := Case(plan_one_group(1, offload=offload), LAYERS), loss_fn=loss)
+        with suppress(ArithmeticError):
+            for step in range(4):
+                pipe.step_global(*case.batch(step))
+        assert count == 9 and not pipe.is_broken, (count, pipe.is_broken)
+        pipe.step_global(*case.batch(step))
+        pipe.close()
+
+
+def _other_plan(ranks: int, folder: Path) -> None:
+    """What one plan's ranks save, another's load; and it comes out as weights."""
+    import torch.distributed as dist
+    from tiny import Case
+
+    from zorselike.checkpoint.export import export
+
+    last = plan_one_group(1, zero=3) if ranks == 1 else plan_two_groups(ranks)
+    for plan in (plan_one_group(ranks, offload=OFFLOAD_KINDS), last):
+        pipe = build(case := Case(plan, LAYERS))
+        note("ended")
+        if plan is last:
+            pipe.load(folder)
+        pipe.step_global(*case.batch(0))
+        saved = pipe.save(folder)
+        pipe.close()
+    assert saved is not None
+    if dist.get_rank() == 0:
+        export(saved.wait(), folder.with_name("weights"))
+
+
+def _lora(ranks: int, folder: Path) -> None:
+    """Adapters of a Hugging Face folder learn from packed documents."""
+    import torch
+    import torch.distributed as dist
+    from hf_families import documents, make_model, tokens
+
+    import zorselike.hf
+    from zorselike import list_modules
+    from zorselike.checkpoint.adapters import export_adapters
+
+    base, lora = folder.with_name("base"), zorselike.hf.Lora(rank=3)
+    if dist.get_rank() == 0:
+        make_model("llama").float().save_pretrained(base)
+    dist.all_reduce(torch.zeros(1))  # Over Gloo, which waits.
+    names = list_modules(zorselike.hf.build_on_meta(base, lora=lora))
+    rows = [(Microbatch(rank, 0, 2), Microbatch(rank, 2, 4)) for rank in range(min(ranks, 2))]
+    groups = tuple(
+        Group((rank,), own, offload=OFFLOAD_KINDS, recompute="layer") for rank, own in enumerate(rows)
+    )
+    cuts = (names[:3], names[3:5], names[5:])
+    plan = Plan(4, groups, tuple(Ministage(i % len(groups), tuple(cut)) for i, cut in enumerate(cuts)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    pipe = zorselike.hf.pipeline(base, plan, lora=lora, device=device, param_dtype=torch.bfloat16)
+    note("built")
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("warn" if step else "default")
+        pipe.step_global(tokens(4), tokens(4), position_ids=documents(4))
+        torch.cuda.set_sync_debug_mode("default")
+    note("ended")
+    saved = pipe.save(folder)
+    pipe.close()
+    assert saved is not None
+    if dist.get_rank() == 0:
+        export_adapters(saved.wait(), folder.with_name("adapters"))
+
+
+def _mixed(ranks: int, folder: Path) -> None:
+    """The first rank computes on the CPU, the others on cards."""
+    import torch
+    import torch.distributed as dist
+
+    types = ("cpu", *["cuda"] * (ranks - 1))
+    devices = tuple(Device(rank, socket.gethostname(), rank, kind) for rank, kind in enumerate(types))
+    device = "cpu" if dist.get_rank() == 0 else torch.device("cuda", torch.cuda.current_device())
+    _train_tiny(replace(plan_two_groups(ranks), devices=devices), folder, device=device)
+
+
+def _elastic(ranks: int, folder: Path) -> None:
+    """The last rank ends in its third step; the others go on with what they have of its state."""
+    import torch
+    from tiny import Case
+
+    from zorselike import ElasticPipeline
+    from zorselike.elastic.meeting.environment import FOUND, JOIN, MEMBERS, TOKEN, from_environment
+
+    case, rank = (
+        Case(plan_one_group(ranks, offload=OFFLOAD_KINDS), LAYERS, max_norm=0.1),
+        int(os.environ["RANK"]),
+    )
+    address = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    mine = (
+        {TOKEN: "scene", FOUND: address, MEMBERS: str(ranks)}
+        if rank == 0
+        else {TOKEN: "scene", JOIN: address}
+    )
+    meet = partial(
+        from_environment, device_type="cuda", memory_bytes=1 << 36, environment={**os.environ, **mine}
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    pipe = ElasticPipeline(lambda: case.model().float(), case.plan, meeting=meet, device=device, max_norm=0.1)
+    while pipe.wait() and pipe.num_steps < 5:
+        if rank == ranks - 1 and pipe.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step_global(*case.batch(pipe.num_steps))
+    assert pipe.plan.num_ranks == ranks - 1
+    pipe.close()
+
+
+def _profile(ranks: int, folder: Path) -> None:
+    from zorselike.cli.profile import ProfileCommand
+
+    folder.mkdir(exist_ok=True)
+    to = {"output": str(folder / "profile.json"), "cluster": str(folder / "cluster.toml")}
+    ProfileCommand(seq_len=16, most_rows=2, repeats=1, zero=(2,), largest_message="1MiB", **to).run()
+
+
+def _trainer(ranks: int, folder: Path) -> None:
+    """The training program with validation, checkpoints and torch.compile off."""
+    from zorselike.train.__main__ import main
+
+    recipe = Path(__file__).parents[2] / "recipes" / "debug_cpu.toml"
+    own = Path(tempfile.mkdtemp())
+    names = ("tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output")
+    groups = tuple(Group((rank,), (Microbatch(rank, 0, 2), Microbatch(rank, 2, 4))) for rank in range(ranks))
+    cuts = [i * len(names) // (2 * ranks) for i in range(2 * ranks + 1)]
+    stages = tuple(Ministage(i % ranks, names[a:b]) for i, (a, b) in enumerate(pairwise(cuts)))
+    Plan(4, groups, stages).save(own / "plan.toml")
+    given = {
+        "hetero.plan": own / "plan.toml",
+        "hetero.device": "cuda",
+        "training.steps": 4,
+        "job.dump_folder": folder,
+    }
+    sys.argv = ["train", "--config", str(recipe), *(f"--{key}={value}" for key, value in given.items())]
+    assert main() == 0
 
 
 SCENES = {
@@ -164,17 +378,28 @@ SCENES = {
     "zero1": Scene("one group, ZeRO 1", _one_group(zero=1)),
     "zero2": Scene("one group, ZeRO 2", _one_group(zero=2)),
     "zero3": Scene("one group, ZeRO 3", _one_group(zero=3)),
-    "offload": Scene("one group, everything offloaded, bf16", _one_group(True, offload=OFFLOAD_KINDS)),
+    "offload": Scene("one group, everything offloaded, bf16", _one_group("bfloat16", offload=OFFLOAD_KINDS)),
     "offload-params": Scene(
         "one group, ZeRO 3, parameters offloaded, layers computed again",
         _one_group(zero=3, offload=("params",), recompute="layer"),
     ),
+    "fp16": Scene("one group, fp16 with a loss scale", _one_group("float16")),
+    "autocast": Scene("layers computed again under torch.autocast", _autocast),
+    "defaults": Scene("torch's default device is the card, its default dtype bf16", _defaults),
+    "optimizers": Scene("forms of AdamW, SGD, NAdam; clipped by ministages", _optimizers),
+    "broken-off": Scene("a step raises, and the next ones go on", _broken_off, most=1),
+    "other-plan": Scene("checkpoints loaded under other plans, and exported", _other_plan),
+    "lora": Scene("adapters of a Hugging Face folder, packed documents (needs zorselike[hf])", _lora),
+    "profile": Scene("zorselike profile", _profile, makes_groups=True),
+    "train": Scene("the training program", _trainer, makes_groups=True),
     "loss": Scene("batches on the card, a loss that writes into outputs", _loss),
     "dynamic": Scene("dynamic shapes", _dynamic),
     "two-groups": Scene("two groups in turns, tied weights", _two_groups(), 2),
     "two-groups-offload": Scene(
-        "two groups in turns, everything offloaded, bf16", _two_groups(True, offload=OFFLOAD_KINDS), 2
+        "two groups in turns, everything offloaded, bf16", _two_groups("bfloat16", offload=OFFLOAD_KINDS), 2
     ),
     "line": Scene("a group of one ministage for each rank", _line, 2),
     "replica": Scene("one replica of all ranks", _replica, 2),
+    "mixed": Scene("a rank on the CPU beside others on cards", _mixed, 2),
+    "elastic": Scene("a rank is lost, the others go on", _elastic, 2, loses_last=True, makes_groups=True),
 }

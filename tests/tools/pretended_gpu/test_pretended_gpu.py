@@ -43,7 +43,7 @@ def test_one_line_says_that_the_compiler_is_missing(
     assert capsys.readouterr().err == "there is no gcc: install gcc and binutils\n"
 
 
-@pytest.mark.parametrize("asked", [["nothing"], ["line"], ["--ranks", "0"]])
+@pytest.mark.parametrize("asked", [["nothing"], ["line"], ["broken-off", "--ranks", "2"], ["--ranks", "0"]])
 def test_what_cannot_be_played_is_one_line(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(asked) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -96,7 +96,11 @@ def test_waits_and_foreign_contexts_are_faults(tmp_path: Path) -> None:
     foreign = run.read_outcome("line", 3, 2, tmp_path, 0)
     assert foreign.foreign == (0,) and not foreign.is_clean
 
+    (tmp_path / "log.3.10").write_text("context on device 0 by set_device tid 10\n")
+    assert run.read_outcome("line", 3, 0, tmp_path, 0).is_clean  # It sees its own card alone.
+
     (tmp_path / "log.3.11").unlink()
+    (tmp_path / "log.3.10").unlink()
     (tmp_path / "3.json").write_text(json.dumps(found | {"waits": {"a.py:1 f": 2}}))
     waited = run.read_outcome("line", 3, 2, tmp_path, 0)
     assert waited.lines()[1:] == ["  waits for its card 2 times: a.py:1 f"] and not waited.is_clean
