@@ -91,6 +91,7 @@ static int num_ranges = 0;
 static pthread_mutex_t ranges_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void add_range(void *start, size_t bytes, int kind) {
+  write_log("memory %s %zu bytes tid %ld", kind == ON_CARD ? "malloc" : "pin", bytes, thread_id());
   pthread_mutex_lock(&ranges_lock);
   int slot = 0;
   while (slot < num_ranges && ranges[slot].start)
@@ -102,6 +103,7 @@ static void add_range(void *start, size_t bytes, int kind) {
 }
 
 static void remove_range(void *start) {
+  write_log("memory free tid %ld", thread_id());
   pthread_mutex_lock(&ranges_lock);
   for (int i = 0; i < num_ranges; i++)
     if (ranges[i].start == start) {
@@ -299,6 +301,7 @@ cudaError_t cudaHostRegister(void *memory, size_t bytes, unsigned flags) {
 }
 
 cudaError_t cudaHostUnregister(void *memory) {
+  need_context("hostunregister");
   remove_range(memory);
   return OK;
 }

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +109,7 @@ def train(case: Case, folder: Path | None, *, on_card: bool = False, **settings:
         inputs, targets = case.batch(step)
         if on_card:
             inputs, targets = inputs.to(device), targets.to(device)
+        note(f"step{step}")
         torch.cuda.set_sync_debug_mode("warn" if step and not on_card else "default")
         results += [pipe.step_global(inputs, targets), pipe.evaluate_global(inputs, targets)]
         torch.cuda.set_sync_debug_mode("default")
@@ -203,6 +205,27 @@ def _defaults(ranks: int, folder: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with mock.patch.object(Case, "batch", lambda case, step: batches[step]):
         train(case, folder)
+
+
+def _thread(ranks: int, folder: Path) -> None:
+    """Calls come from a thread, which begins with the first card as its current one."""
+    from tiny import Case
+
+    case = Case(plan_one_group(ranks, offload=OFFLOAD_KINDS), LAYERS, max_norm=0.1)
+    pipe = build(case)
+
+    def use() -> None:
+        pipe.step_global(*case.batch(0))
+        saved = pipe.save(folder)
+        assert saved is not None
+        pipe.load(saved.wait())
+        with pipe.loaded():
+            pass
+        pipe.full_state_dict()
+        pipe.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(use).result()
 
 
 def _optimizers(ranks: int, folder: Path) -> None:
@@ -400,6 +423,7 @@ SCENES = {
     ),
     "line": Scene("a group of one ministage for each rank", _line, 2),
     "replica": Scene("one replica of all ranks", _replica, 2),
+    "thread": Scene("everything offloaded, calls from another thread", _thread, 2),
     "mixed": Scene("a rank on the CPU beside others on cards", _mixed, 2),
     "elastic": Scene("a rank is lost, the others go on", _elastic, 2, loses_last=True, makes_groups=True),
 }

@@ -50,7 +50,13 @@ from zorselike.runtime.ministage.updates import (
 )
 from zorselike.runtime.model.boundaries import check_additive, check_kwargs
 from zorselike.runtime.model.partition import Split
-from zorselike.runtime.processes.device import ParamDtype, choose_dtype, computes_in_fp16, use_device
+from zorselike.runtime.processes.device import (
+    ParamDtype,
+    as_current,
+    choose_dtype,
+    computes_in_fp16,
+    use_device,
+)
 from zorselike.runtime.result import StepResult, SumOverRanks
 from zorselike.runtime.tensor_parallel.styles import TensorParallelPlan
 from zorselike.schedule.actions import Action
@@ -125,17 +131,8 @@ class HeteroPipeline(Stateful):
         tp_plan: TensorParallelPlan | None = None,
     ) -> None:
         functions = {"loss_fn": loss_fn, "count_fn": count_fn, "unpack": unpack}
-        arguments.check_arguments(
-            model,
-            plan,
-            max_norm,
-            clip,
-            param_dtype,
-            optimizer,
-            functions=functions,
-            seed=seed,
-            silence_s=silence_s,
-        )
+        checked = model, plan, max_norm, clip, param_dtype, optimizer
+        arguments.check_arguments(*checked, functions=functions, seed=seed, silence_s=silence_s)
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         if not dist.is_initialized():
             raise ConfigError(
@@ -275,7 +272,7 @@ class HeteroPipeline(Stateful):
         Copy what is to outlast it: outside, these tensors have no memory, and reading one crashes. A
         weight that is tied across ministages reaches its other ends with the next step."""
         self._refuse_unusable()
-        with ExitStack() as stack:
+        with as_current(self.device), ExitStack() as stack:
             for ministage in self._assembly.ministages.values():
                 stack.enter_context(ministage.on_device())
             self._is_loaded = True
@@ -316,7 +313,8 @@ class HeteroPipeline(Stateful):
         if self._is_loaded:
             self._refuse_unusable()
         self._is_closed = True
-        leave_together(self._assembly, self._checkpoints, self._totals, self._alarm)
+        with as_current(self.device):
+            leave_together(self._assembly, self._checkpoints, self._totals, self._alarm)
 
     def interrupt(self) -> None:
         """Frees this rank's thread from whatever other ranks it waits for: the call that it is in fails, or
@@ -442,7 +440,8 @@ class HeteroPipeline(Stateful):
     def _failing_together(self) -> Iterator[None]:
         """A rank that fails here leaves the others waiting: it tells them why, and all end."""
         try:
-            yield
+            with as_current(self.device):
+                yield
         except BaseException as error:
             self.is_broken = True  # For who catches Ctrl-C, or, with `on_loss`, has to say what it was.
             if self._assembly.ranks.world_size == 1 and not self._reports_losses:

@@ -1,16 +1,22 @@
-"""A caller's default device (`torch.set_default_device`, `with torch.device`) moves nothing of ours."""
+"""A caller's default device (`torch.set_default_device`, `with torch.device`) moves nothing of ours, nor
+does the current one of a caller's thread."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from offloaded import DEFERRED, IN_PLACE, Setting
 from ranks import RunRanks
 
+from zorselike import HeteroPipeline
+from zorselike.runtime import pipeline
 from zorselike.runtime.memory.pinned import make_host_buffer
+from zorselike.runtime.processes.device import as_current
 
 pytestmark = pytest.mark.pooled
 
@@ -55,3 +61,51 @@ def test_it_changes_nothing(
 def test_host_memory_is_on_the_host() -> None:
     with torch.device("meta"):
         assert make_host_buffer((2, 3), torch.float32, torch.device("cpu")).device.type == "cpu"
+
+
+def read(pipe: HeteroPipeline) -> None:
+    with pipe.loaded():
+        pass
+
+
+def call_all(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Calls that did not make the rank's GPU the current one, if it had one."""
+    batch = IN_PLACE.case(("params",)).batch(0)
+    made: list[torch.device] = []
+
+    @contextmanager
+    def make(device: torch.device) -> Iterator[None]:
+        made.append(device)
+        yield
+
+    missed = []
+    with mock.patch.object(pipeline, "as_current", make):
+        pipe = IN_PLACE.build(("params",))
+        calls: dict[str, Callable[[], object]] = {
+            "step": lambda: pipe.step_global(*batch),
+            "evaluate": lambda: pipe.evaluate_global(*batch),
+            "save": lambda: pipe.save(folder),
+            "load": lambda: pipe.load(folder),
+            "full_state_dict": pipe.full_state_dict,
+            "loaded": lambda: read(pipe),
+            "close": pipe.close,
+        }
+        for name, call in calls.items():
+            made.clear()
+            call()
+            if made != [pipe.device]:
+                missed.append(name)
+    return missed
+
+
+def test_every_call_makes_the_ranks_gpu_the_current_one(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Or a thread of the caller's would have the first one."""
+    assert run_ranks(call_all, 1, tmp_path) == [[]]
+
+
+def test_a_gpu_is_the_current_one_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(device))
+    with as_current(torch.device("cuda", 1)) as entered:
+        assert entered == torch.device("cuda", 1)
+    with as_current(torch.device("cpu")) as entered:
+        assert entered is None

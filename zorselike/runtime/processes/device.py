@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -60,6 +61,12 @@ def use_device(wanted: torch.device | str | None) -> torch.device:
         torch.cuda.set_device(found)
         return found
     return find_device("auto", without_gpu="", rank=dist.get_rank() if dist.is_initialized() else None)
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a GPU is this thread's current one. A thread begins with the first, whatever others have, and
+    FSDP2 waits for the current stream of the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _as_device(wanted: torch.device | str) -> torch.device:
