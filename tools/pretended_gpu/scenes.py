@@ -91,6 +91,7 @@ def build(case: Case, **settings: Any) -> HeteroPipeline:
         "max_norm": case.max_norm,
         "device": torch.device("cuda", torch.cuda.current_device()),
     } | settings
+    note("ended")
     pipe = HeteroPipeline(case.model().float(), case.plan, **settings)
     note("built")
     return pipe
