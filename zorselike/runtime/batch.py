@@ -96,8 +96,7 @@ class Batch:
         self._inputs = None if inputs is None else tuple(copy_to_device(t, device) for t in inputs)
         self._targets = map_tensors(targets, lambda t: copy_to_device(t, device))
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
-        self._positions = kwargs.get("position_ids")
-        """As they were given."""
+        self._given = kwargs
 
     def inputs(self, number: int) -> Tensors:
         """Inputs of the first ministage, `[rows, ...]` each."""
@@ -118,12 +117,21 @@ class Batch:
     def holds_documents(self, number: int) -> bool | None:
         """Whether a microbatch has several documents in a row, by its position ids; None where only a device
         knows."""
-        if self._positions is None:
+        if self._given.get("position_ids") is None:
             return False
-        positions = _cut(self._positions, self._index.slice(number))
-        if not isinstance(positions, Tensor) or positions.device.type != "cpu" or positions.dim() != 2:
-            return None
-        return bool((positions.diff(dim=-1) != 1).any())
+        positions = self._known(number, "position_ids")
+        return None if positions is None else bool((positions.diff(dim=-1) != 1).any())
+
+    def holds_padding(self, number: int) -> bool | None:
+        """Whether a microbatch's attention mask leaves tokens out; None where only a device knows."""
+        mask = self._known(number, "attention_mask")
+        return None if mask is None else bool((mask == 0).any())
+
+    def _known(self, number: int, name: str) -> Tensor | None:
+        """A microbatch's part of an argument `[rows, sequence]`, where it is in the host's memory."""
+        value = _cut(self._given.get(name), self._index.slice(number))
+        is_known = isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 2
+        return value if is_known else None
 
 
 def as_tensors(value: Any, what: str, *, train: bool = False) -> Tensors:

@@ -16,7 +16,7 @@ from zorselike.runtime.batch import Batch
 from zorselike.runtime.loss import Loss
 from zorselike.runtime.ministage.ministage import Tensors
 from zorselike.runtime.model.boundaries import check_crossing, name_ministage
-from zorselike.runtime.model.causal_lm import telling_of_documents
+from zorselike.runtime.model.causal_lm import telling_of_rows
 from zorselike.runtime.model.signature import Signature
 from zorselike.schedule.actions import COMPUTE, Action, Kind
 
@@ -165,9 +165,9 @@ class Executor:
             self._resources.random.begin(self._own[number].start if run.train else None)
         kwargs = run.batch.kwargs(number, self._parts[index].accepts)
         carries_grad = [spec.requires_grad for spec in run.boundaries[index].tensors]
-        # A host that computes by itself waits for nothing when it looks.
-        are_packed = run.batch.holds_documents(number) if self._streams.is_concurrent else None
-        told = telling_of_documents(are_packed)
+        told: AbstractContextManager[None] = nullcontext()
+        if self._streams.is_concurrent:  # A host that computes by itself waits for nothing when it looks.
+            told = telling_of_rows(run.batch.holds_documents(number), run.batch.holds_padding(number))
         with _grad_mode(trains), ministage.keeping(number, train=trains), told:
             inputs = self._inputs(index, number, run)
             with self._busy.running():

@@ -27,29 +27,41 @@ _OFFERS = (
 _LOOKS = "find_packed_sequence_indices"
 """Of `transformers.masking_utils`: which document of its row each token is of; None where rows hold one."""
 
+_SKIPS = "_ignore_causal_mask_sdpa"
+"""Of the same: whether rows are attended to as if there were no mask, given that mask first."""
+
 
 @contextmanager
-def telling_of_documents(are_packed: bool | None) -> Iterator[None]:
-    """Inside, models of `transformers` hear whether rows hold several documents each. They would look into
-    their position ids before they make a mask, and a host would wait for its GPU in every forward. None: they
-    look."""
+def telling_of_rows(are_packed: bool | None, are_padded: bool | None) -> Iterator[None]:
+    """Inside, models of `transformers` hear whether rows hold several documents each, and whether their
+    attention mask leaves tokens out. They would look into position ids and mask before they make a mask of
+    their own, and a host would wait for its GPU in every forward. None: they look."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    looks = getattr(masks, _LOOKS, None)
-    if are_packed is None or looks is None:
-        yield
-        return
+    looks, skips = getattr(masks, _LOOKS, None), getattr(masks, _SKIPS, None)
 
-    def tell(position_ids: Tensor) -> Tensor | None:
+    def tell_packed(position_ids: Tensor) -> Tensor | None:
         if not are_packed:
             return None
         before = position_ids[:, :1] - 1
         return (position_ids.diff(prepend=before, dim=-1) != 1).cumsum(-1)
 
-    setattr(masks, _LOOKS, tell)
+    def tell_padded(mask: Tensor | None, *lengths: Any, **named_lengths: Any) -> Any:
+        if mask is not None and are_padded:
+            return False
+        assert skips is not None
+        return skips(None, *lengths, **named_lengths)
+
+    if looks is not None and are_packed is not None:
+        setattr(masks, _LOOKS, tell_packed)
+    if skips is not None and are_padded is not None:
+        setattr(masks, _SKIPS, tell_padded)
     try:
         yield
     finally:
-        setattr(masks, _LOOKS, looks)
+        if looks is not None:
+            setattr(masks, _LOOKS, looks)
+        if skips is not None:
+            setattr(masks, _SKIPS, skips)
 
 
 def keep_rotations(fake: nn.Module) -> None:
