@@ -121,7 +121,7 @@ def play(scene: str, ranks: int, gpus: int, libraries: Path, folder: Path, limit
     outcomes = [
         read_outcome(scene, rank, gpus, folder, process.returncode) for rank, process in enumerate(started)
     ]
-    if ranks > 1:
+    if ranks > 1 and not any(outcome.reason for outcome in outcomes):
         processes = read_logs(folder)
         faults = [*compare(processes, is_cut=is_cut), *([] if is_cut else find_deadlock(processes))]
         outcomes += [Outcome(scene, None, fault) for fault in faults]

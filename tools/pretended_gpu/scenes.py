@@ -157,7 +157,8 @@ def _replica(ranks: int, folder: Path) -> None:
     from replica_cases import ReplicaCase
 
     names = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "norm", "output")
-    group = Group((tuple(range(ranks)),), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)))
+    rows = (Microbatch(0, 0, 2), Microbatch(0 if ranks == 2 else 2, 2, 4))
+    group = Group(((0, 1), *range(2, ranks)), rows)
     cuts = (names[:2], names[2:3], names[3:4], names[4:])
     plan = Plan(4, (group,), tuple(Ministage(0, cut) for cut in cuts), sequence_length=7)
     train(ReplicaCase(plan, 3, max_norm=0.1), folder)
@@ -281,49 +282,50 @@ def _other_plan(ranks: int, folder: Path) -> None:
         pipe = build(case := Case(plan, LAYERS))
         note("ended")
         if plan is last:
-            pipe.load(folder)
+            pipe.load(folder / "saved")
         pipe.step_global(*case.batch(0))
-        saved = pipe.save(folder)
+        saved = pipe.save(folder / "saved")
         pipe.close()
     assert saved is not None
     if dist.get_rank() == 0:
-        export(saved.wait(), folder.with_name("weights"))
+        export(saved.wait(), folder / "weights")
 
 
 def _lora(ranks: int, folder: Path) -> None:
-    """Adapters of a Hugging Face folder learn from packed documents."""
+    """Adapters of a Hugging Face folder learn from packed documents and from padded rows."""
     import torch
     import torch.distributed as dist
-    from hf_families import documents, make_model, tokens
+    from hf_families import documents, make_model, masks, tokens
 
     import zorselike.hf
     from zorselike import list_modules
     from zorselike.checkpoint.adapters import export_adapters
 
-    base, lora = folder.with_name("base"), zorselike.hf.Lora(rank=3)
+    base, lora = folder / "base", zorselike.hf.Lora(rank=3)
     if dist.get_rank() == 0:
         make_model("llama").float().save_pretrained(base)
     dist.all_reduce(torch.zeros(1))  # Over Gloo, which waits.
     names = list_modules(zorselike.hf.build_on_meta(base, lora=lora))
-    rows = [(Microbatch(rank, 0, 2), Microbatch(rank, 2, 4)) for rank in range(min(ranks, 2))]
     groups = tuple(
-        Group((rank,), own, offload=OFFLOAD_KINDS, recompute="layer") for rank, own in enumerate(rows)
+        Group((rank,), (Microbatch(rank, 0, 2), Microbatch(rank, 2, 4)), offload=OFFLOAD_KINDS)
+        for rank in range(min(ranks, 2))
     )
     cuts = (names[:3], names[3:5], names[5:])
     plan = Plan(4, groups, tuple(Ministage(i % len(groups), tuple(cut)) for i, cut in enumerate(cuts)))
     device = torch.device("cuda", torch.cuda.current_device())
     pipe = zorselike.hf.pipeline(base, plan, lora=lora, device=device, param_dtype=torch.bfloat16)
     note("built")
-    for step in range(3):
-        torch.cuda.set_sync_debug_mode("warn" if step else "default")
-        pipe.step_global(tokens(4), tokens(4), position_ids=documents(4))
+    rows = [{"position_ids": documents(4)}, {"attention_mask": masks(4, left=False)}]
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
+        pipe.step_global(tokens(4), tokens(4), **rows[step % 2])
         torch.cuda.set_sync_debug_mode("default")
     note("ended")
-    saved = pipe.save(folder)
+    saved = pipe.save(folder / "saved")
     pipe.close()
     assert saved is not None
     if dist.get_rank() == 0:
-        export_adapters(saved.wait(), folder.with_name("adapters"))
+        export_adapters(saved.wait(), folder / "adapters")
 
 
 def _mixed(ranks: int, folder: Path) -> None:
@@ -413,7 +415,7 @@ SCENES = {
     "optimizers": Scene("forms of AdamW, SGD, NAdam; clipped by ministages", _optimizers),
     "broken-off": Scene("a step raises, and the next ones go on", _broken_off, most=1),
     "other-plan": Scene("checkpoints loaded under other plans, and exported", _other_plan),
-    "lora": Scene("adapters of a Hugging Face folder, packed documents (needs zorselike[hf])", _lora),
+    "lora": Scene("adapters of a Hugging Face folder, documents, padding (zorselike[hf])", _lora),
     "profile": Scene("zorselike profile", _profile, makes_groups=True),
     "train": Scene("the training program", _trainer, makes_groups=True),
     "loss": Scene("batches on the card, a loss that writes into outputs", _loss),
@@ -423,7 +425,7 @@ SCENES = {
         "two groups in turns, everything offloaded, bf16", _two_groups("bfloat16", offload=OFFLOAD_KINDS), 2
     ),
     "line": Scene("a group of one ministage for each rank", _line, 2),
-    "replica": Scene("one replica of all ranks", _replica, 2),
+    "replica": Scene("a tensor-parallel replica of two ranks, beside it the others", _replica, 2),
     "thread": Scene("everything offloaded, calls from another thread", _thread, 2),
     "mixed": Scene("a rank on the CPU beside others on cards", _mixed, 2),
     "elastic": Scene("a rank is lost, the others go on", _elastic, 2, loses_last=True, makes_groups=True),
