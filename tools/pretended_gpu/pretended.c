@@ -458,7 +458,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { retur
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return OK; }
 
-cudaError_t cudaEventQuery(cudaEvent_t event) { return OK; }
+/* Of an event of another card, these open a context on the current one all the same. */
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  need_context("event query");
+  return OK;
+}
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (is_traced())
@@ -471,11 +475,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  need_context("event wait");
   write_log("sync event %p tid %ld", (void *)event, thread_id());
   return OK;
 }
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
+  need_context("event time");
   *ms = 1.0f;
   return OK;
 }

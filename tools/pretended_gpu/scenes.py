@@ -217,7 +217,7 @@ def _thread(ranks: int, folder: Path) -> None:
     pipe = build(case)
 
     def use() -> None:
-        pipe.step_global(*case.batch(0))
+        str((pipe.step_global(*case.batch(0)), pipe.busy_s))
         saved = pipe.save(folder)
         assert saved is not None
         pipe.load(saved.wait())
