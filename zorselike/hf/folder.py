@@ -22,7 +22,6 @@ from zorselike.hf.names import make_namer
 from zorselike.plan.plan import Plan
 from zorselike.runtime.loss import CountFn, LossFn
 from zorselike.runtime.ministage.updates import Clip, OptimizerFactory
-from zorselike.runtime.model.causal_lm import find_decoder
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import ParamDtype
 from zorselike.runtime.state.dtypes import named_dtype
@@ -187,7 +186,6 @@ def build_on_meta(
         raise
     except Exception as error:  # What is wrong with a config it says by errors of any kind.
         raise ConfigError(f"hf: transformers builds no causal LM of {folder}: {first_line(error)}") from error
-    _refuse_other_parts(model, folder)
     _refuse_quantized(config, folder)
     _refuse_encoder(model.config, folder)
     if lora is not None:
@@ -205,23 +203,6 @@ def _refuse_sizes(config: Any, folder: str | Path) -> None:
         size = sizes.get(named)
         if isinstance(size, int) and size < 1:
             raise ConfigError(f"hf: {Path(folder) / 'config.json'}: {named} is {size}; it must be at least 1")
-
-
-def _refuse_other_parts(model: Any, folder: str | Path) -> None:
-    """Raises `ConfigError` for a model of images and the like too: with its other parts it cannot be cut, and
-    they would be decayed by the optimizer."""
-    if model.config.get_text_config() is model.config or not isinstance(find_decoder(model), str):
-        return
-    decoder = next(
-        (name for name, module in model.named_modules() if module is model.get_decoder()), "DECODER"
-    )
-    raise ConfigError(
-        f"hf: {folder}: {type(model).__name__} has more parts than that for text, which alone can be "
-        "trained; make a folder of it: model = AutoModelForCausalLM.from_pretrained(DIR); text = "
-        "AutoModelForCausalLM.from_config(model.config.get_text_config()); "
-        f"text.model = model.{decoder}; text.lm_head = model.lm_head; text.save_pretrained(FOLDER); and copy "
-        "the tokenizer"
-    )
 
 
 def _refuse_encoder(config: Any, folder: str | Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
-from zorselike.runtime.model.causal_lm import find_decoder, keep_rotations
+from zorselike.runtime.model.causal_lm import find_decoder, is_causal_lm, keep_rotations
 from zorselike.runtime.model.decoder_part import MinistageForward, make_ministage
 from zorselike.runtime.model.decoder_probe import (
     Flow,
@@ -50,7 +50,24 @@ def list_modules(model: nn.Module) -> tuple[str, ...]:
     try:
         return tuple(_DecoderSkeleton(model).flow.order)
     except CannotCut as error:
-        raise ConfigError(f"model: {type(model).__name__} is not made of decoder layers: {error}") from error
+        raise ConfigError(
+            f"model: {type(model).__name__} is not made of decoder layers: {error}{_way_to_text(model)}"
+        ) from error
+
+
+def _way_to_text(model: nn.Module) -> str:
+    """Of a model for images and the like too, how to have that for text alone; else nothing."""
+    causal: Any = model
+    if not is_causal_lm(model) or causal.config.get_text_config() is causal.config:
+        return ""
+    decoder = next((name for name, module in model.named_modules() if module is causal.get_decoder()), "")
+    return decoder and (
+        "; it has more parts than that for text, which alone can be cut; make a folder of it: "
+        "model = AutoModelForCausalLM.from_pretrained(DIR); "
+        "text = AutoModelForCausalLM.from_config(model.config.get_text_config()); "
+        f"text.model = model.{decoder}; text.lm_head = model.lm_head; text.save_pretrained(FOLDER); and copy "
+        "the tokenizer"
+    )
 
 
 def cut_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:

@@ -265,8 +265,8 @@ def _split_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] 
 def _name_modules(model: nn.Module) -> str:
     try:
         return f"; in the order they run in, this model has {show_modules(list_modules(model))}"
-    except ConfigError:
-        return ""
+    except ConfigError as error:
+        return f"; {error}"
 
 
 # -- TorchTitan's convention ---------------------------------------------------------------
