@@ -133,12 +133,14 @@ def _stop_all(rank: int, world_size: int, folder: str) -> str:
     """As a scheduler suspends a job, for longer than one may be silent or one call may take."""
     alarm = Alarm(rank, world_size, _store(folder, world_size), silence_s=0.3, held_s=0.7, interval_s=0.1)
     alarm.enter(FORWARD)
-    dist.barrier()
-    if os.fork() == 0:
+    everyone = [0] * world_size
+    dist.all_gather_object(everyone, os.getpid())
+    if rank == 0 and os.fork() == 0:
         time.sleep(0.5)
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(1.5)
-        os.kill(os.getppid(), signal.SIGCONT)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in everyone:
+                os.kill(process, number)
+            time.sleep(1.5)
         os._exit(0)
     time.sleep(2.0)  # This rank is not heard before the others run again.
     dist.barrier()
