@@ -71,10 +71,10 @@ class Lease:
     def keep(self) -> bool:
         """As `check`, but takes the lease again where it was deleted, with all of its folder perhaps; whether
         it was."""
-        was_deleted = not self.path.exists()
-        if was_deleted:
+        if was_deleted := not self.path.exists():
             self._take()
-        self.check()
+        else:
+            self.check()
         return was_deleted
 
     def check(self) -> None:
