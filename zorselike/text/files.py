@@ -31,16 +31,21 @@ def read_text(path: str | Path, noun: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a file so that whoever reads it sees the old one or the new one, whole.
+    """Writes a file so that whoever reads it sees the old one or the new one, whole; into a device or a pipe,
+    such as `/dev/null`, its text is written.
 
     Raises:
         FileError: It cannot be written.
     """
-    target = Path(path).resolve()
+    given = Path(path)
+    target = given.resolve()
     if target.is_dir():
         raise FileError("is a directory; give the name of a file in it")
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
+        if given.exists() and not given.is_file():  # `resolve` makes no path of a pipe's name.
+            given.write_text(text, encoding="utf-8", newline="\n")
+            return
         temporary.write_text(text, encoding="utf-8", newline="\n")
         temporary.replace(target)
     except OSError as error:
