@@ -242,7 +242,10 @@ def edit(change: Callable[[dict[str, Any]], object]) -> str:
             lambda c: c["layers"][0]["source"].update(date="21.11."),
             r"source\.date is '21\.11\.'; write it as",
         ),
-        (lambda c: c.update(version=1), "version is 1; this zorselike reads version 2"),
+        (
+            lambda c: c.update(version=1),
+            "version is 1; this zorselike reads version 2: make the profile anew with it",
+        ),
         (lambda c: c.pop("version"), 'version is missing; begin with "version": 2'),
         (lambda c: c.update(model=""), "model is empty"),
         (lambda c: c.update(modle="x"), "modle is not a key; did you mean 'model'"),

@@ -254,7 +254,7 @@ def test_unreadable_files_are_told_in_one_line(tmp_path, content, message):
         ("shares = [[3, 9, 5]]", "", "groups[1].shares is missing; give shares = [[rank, rows, "),
         ('modules = ["tok_embeddings", "layers.0"]', "", "ministages[0].modules is missing"),
         # Values of another type.
-        ("version = 1", "version = 2", "version is 2; this zorselike reads version 1"),
+        ("version = 1", "version = 2", "version is 2; this zorselike reads version 1: upgrade zorselike"),
         ("version = 1", "version = '1'", "version is '1'; it must be an integer"),
         ("global_batch = 9", "global_batch = 9.0", "global_batch is 9.0; it must be an integer"),
         ("global_batch = 9", "global_batch = 0", "global_batch is 0; give 1 or more"),

@@ -54,7 +54,8 @@ class Document(ABC):
             # Before anything else is judged: another version may mean something else by any key.
             version = read_value(int, table.pop("version"), "version")
             if version != cls.version:
-                raise FileError(f"version is {version}; this zorselike reads version {cls.version}")
+                mend = "upgrade zorselike" if version > cls.version else f"make the {cls.noun} anew with it"
+                raise FileError(f"version is {version}; this zorselike reads version {cls.version}: {mend}")
             return cls.from_table(table).validate()
 
     def format(self) -> str:
