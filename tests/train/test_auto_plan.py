@@ -252,8 +252,10 @@ def test_a_damaged_file_is_one_error_with_the_mend(
 def test_files_of_something_else_are_put_aside(first: tuple[str, Path], tmp_path: Path) -> None:
     kept = copy_of(first[1], tmp_path)
     (kept / "plan.toml").unlink()
-    old = (kept / "profile.json").read_text()
+    old = (kept / "profile.json").read_text().replace('"version": 2', '"version": 1')
+    (kept / "profile.json").write_text(old)
     said = fine(run(tmp_path, "--training.seq_len", "8", nodes=("c",)))
+    assert f"INFO - {kept / 'profile.json'}: version is 1; " in said
     assert "kept as profile.old.json and made anew" in said
     assert "is of other machines (a: CPU, b: CPU) than run here (c: CPU); kept as cluster.old.toml" in said
     assert (kept / "profile.old.json").read_text() == old

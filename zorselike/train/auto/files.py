@@ -195,21 +195,21 @@ def _list_nodes(cluster: Cluster) -> dict[str, tuple[str, ...]]:
 
 
 def _find_profile_mistake(path: Path, workload: Workload) -> str | None:
-    """Why a profile cannot be continued for a workload."""
+    """Why a profile cannot be continued for a workload, without its name."""
     try:
         own = Profile(model=workload.model, workload_fingerprint=workload.fingerprint)
         Profile.load(path).merge(own)
     except ProfileError as error:
-        return str(error)
+        return str(error).removeprefix(f"{path}: ")
     return None
 
 
 def _find_cluster_mistake(path: Path, here: Machines) -> str | None:
-    """Why a cluster file is not of the machines that run."""
+    """Why a cluster file is not of the machines that run, without its name."""
     try:
         known = _list_nodes(Cluster.load(path))
     except ClusterError as error:
-        return str(error)
+        return str(error).removeprefix(f"{path}: ")
     if known == here:
         return None
     return f"is of other machines ({list_machines(known)}) than run here ({list_machines(here)})"
