@@ -49,7 +49,7 @@ from tools.bench.budgets import (
 from tools.bench.budgets import (
     list_misses as list_budget_misses,
 )
-from tools.bench.degrees import HEADING, find_worths, format_worth
+from tools.bench.degrees import HEADING, QUESTIONS, find_worths, format_worth
 from tools.bench.degrees import list_misses as list_degree_misses
 from tools.bench.growth import (
     HEADER as GROWTH_HEADER,
@@ -66,7 +66,7 @@ from tools.bench.growth import (
 from tools.papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from tools.papers.zorse.runs import make_setup
 from tools.papers.zorse.times import find_folder, read_workload
-from tools.report import describe_machine, make_parser, write_json
+from tools.report import choose_named, describe_machine, make_parser, positive, write_json
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Overheads, Profile, Source
 from zorselike.errors import ProfileError
@@ -127,13 +127,15 @@ def main() -> int:
     """Times all; the exit status says whether every target was met."""
     parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with github.com/benson-guo/zorse, a clone")
-    parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
+    parser.add_argument("--only", metavar="TEXT", help="those whose names hold this")
     parser.add_argument("--budget", type=float, metavar="S", help="of each search, in place of seven tenths")
     parser.add_argument(
         "--budgets", action="store_true", help="what is found in 10 and 30 s, beside the best"
     )
     parser.add_argument("--growth", action="store_true", help="100 to 10,000 cards in ten regions")
-    parser.add_argument("--clusters", type=int, default=12, metavar="N", help="of the twelve, with --budgets")
+    parser.add_argument(
+        "--clusters", type=positive, default=12, metavar="N", help="of the twelve, with --budgets"
+    )
     parser.add_argument(
         "--reference-seconds", type=float, default=REFERENCE_S, metavar="S", help="of the longest search"
     )
@@ -141,7 +143,7 @@ def main() -> int:
         "--by-processor", action="store_true", help="budgets are seconds of the processor, on a busy machine"
     )
     workers_help = "processes of a search with --budgets (default: a core each; one with --by-processor)"
-    parser.add_argument("--workers", type=int, metavar="N", help=workers_help)
+    parser.add_argument("--workers", type=positive, metavar="N", help=workers_help)
     parser.add_argument("--degrees", action="store_true", help="what tensor-parallel degrees are worth")
     options = parser.parse_args()
     if options.degrees:
@@ -152,6 +154,9 @@ def main() -> int:
         return follow_growth(options)
     if options.data is None:
         print("note: no --data with Zorse's layer times (github.com/benson-guo/zorse). Left out: A, B, C")
+    scales = choose_named(
+        list_scales(None if options.data is None else find_folder(options.data)), options.only
+    )
     print(
         f"{'cluster':<22}{'GPUs':>6}{'used':>6}{'search s':>10}{'most':>6}{'near s':>8}{'CPU s':>8}"
         f"{'published':>10}{'ratio':>7}{'simulated':>10}{'step s':>9}{'gap':>7}{'ideal':>7}{'MB':>7}"
@@ -159,9 +164,7 @@ def main() -> int:
     )
     results: dict[str, Timing | str] = {}
     misses: list[str] = []
-    for scale in list_scales(None if options.data is None else find_folder(options.data)):
-        if options.only not in scale.name:
-            continue
+    for scale in scales:
         try:
             result = results[scale.name] = time_search(
                 scale.make, options.budget or BUDGET_SHARE * scale.target_s
@@ -180,9 +183,10 @@ def main() -> int:
 def compare_degrees(options: argparse.Namespace) -> int:
     """Searches with and without tensor parallelism; the exit status says whether it wins where it should, and
     loses nowhere."""
+    questions = choose_named(QUESTIONS, options.only)
     print(HEADING)
     worths = []
-    for worth in find_worths(options.budget or DEGREES_S, options.only):
+    for worth in find_worths(questions, options.budget or DEGREES_S):
         worths.append(worth)
         print(format_worth(worth), flush=True)
     misses = list_degree_misses(worths)
@@ -196,7 +200,7 @@ def follow_budgets(options: argparse.Namespace) -> int:
     and never worse with more."""
     zorse = None if options.data is None else partial(make_zorse, find_folder(options.data))
     workers = options.workers or (1 if options.by_processor else count_cores())
-    questions = [own for own in list_questions(zorse) if options.only in own.name][: options.clusters]
+    questions = choose_named(list_questions(zorse), options.only)[: options.clusters]
     courses: list[Course] = []
     print(
         f"{'question':<28}{'GPUs':>5}{'used':>6}{'budget':>9}{'step s':>10}{'money':>10}{'ratio':>8}"

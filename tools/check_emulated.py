@@ -35,7 +35,7 @@ from tools.emulation.namespaces import NamespaceError, find_obstacle
 from tools.emulation.noise import Moment, is_busy
 from tools.emulation.predict import predict_emulation
 from tools.emulation.scenarios import RUNS, Scenario, count_kinds, set_up
-from tools.report import describe_machine, make_parser, num_cores, write_json
+from tools.report import choose_named, describe_machine, make_parser, num_cores, positive, write_json
 from zorselike.cost.profile import Profile
 
 MAX_MEAN_ERROR = 0.05
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--runs", type=int, metavar="N", help="that many runs at most, of all kinds")
+    parser.add_argument("--runs", type=positive, metavar="N", help="that many runs at most, of all kinds")
     parser.add_argument("--quick", action="store_true", help="two timed steps each")
     parser.add_argument("--only", metavar="TEXT", help="runs whose names hold this")
     return parser.parse_args(arguments)
@@ -125,7 +125,7 @@ def choose(options: argparse.Namespace, *, kernel_works: bool) -> tuple[Scenario
     kernel = RUNS["kernel"] if kernel_works else tuple(replace(own, limit="sleep") for own in RUNS["kernel"])
     computing = tuple(own for own in RUNS["computing"] if own.num_ranks <= num_cores())
     kinds = (RUNS["sleeping"], RUNS["replicas"], kernel, computing)
-    scenarios = [own for kind in kinds for own in kind if options.only is None or options.only in own.name]
+    scenarios = choose_named((own for kind in kinds for own in kind), options.only)
     if options.runs is None or options.runs >= len(scenarios):
         return tuple(scenarios)
     # Spread over all kinds.

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.emulation.noise import Moment, is_busy
-from tools.report import make_parser, num_cores, write_json
+from tools.report import make_parser, num_cores, positive, write_json
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
 SEQUENCE_LENGTH = 128
@@ -109,8 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="CPU ranks; no more than cores")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, metavar="N", help="CPU ranks; no more than cores"
+    )
     parser.add_argument("--only", choices=CASES, help="one case")
     parser.add_argument("--folder", help="where files are kept; by default nowhere")
     return parser.parse_args(arguments)

@@ -41,7 +41,7 @@ from tools.emulation.scenarios import (
     make_profile,
     make_workload,
 )
-from tools.report import describe_machine, make_parser, write_json
+from tools.report import choose_named, describe_machine, make_parser, positive, write_json
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
@@ -251,14 +251,13 @@ class Score:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans and runs; the exit status says whether every target was met."""
     options = parse(arguments)
+    scenarios = choose_named(CLUSTERS, options.only)
     begin_s = time.monotonic()
     print("measuring what this machine adds ...", flush=True)
     constants = measure_constants()
     results: dict[str, list[PlanRun]] = {}
     misses: list[str] = []
-    for scenario in CLUSTERS:
-        if options.only is not None and options.only not in scenario.name:
-            continue
+    for scenario in scenarios:
         machines = make_machines(scenario, constants, options.steps)
         proposed = propose(machines, budget_s=options.budget)
         chosen = choose(proposed, options.plans)
@@ -279,8 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--plans", type=int, default=NUM_PLANS, metavar="N", help=f"default {NUM_PLANS}")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="timed steps of each")
+    parser.add_argument("--plans", type=positive, default=NUM_PLANS, metavar="N", help=f"default {NUM_PLANS}")
+    parser.add_argument("--steps", type=positive, default=NUM_STEPS, metavar="N", help="timed steps of each")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="of each search")
     parser.add_argument("--only", metavar="TEXT", help="clusters whose names hold this")
     return parser.parse_args(arguments)

@@ -6,11 +6,20 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -28,6 +37,27 @@ def _output(text: str) -> Path:
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written; name another file")
     return path
+
+
+def positive(text: str) -> int:
+    """For the `type` of an option that counts something."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number, 1 or more")
+    return int(text)
+
+
+def choose_named(everything: Iterable[N], text: str | None) -> list[N]:
+    """Those whose names hold the text of `--only`, all for None; ends the program, which has measured nothing
+    yet, where there are none."""
+    named = list(everything)
+    chosen = [own for own in named if text is None or text in own.name]
+    if not chosen:
+        print(
+            f"error: --only {text}: no name holds that; there are {'; '.join(own.name for own in named)}",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    return chosen
 
 
 def write_json(path: Path | None, content: object) -> None:

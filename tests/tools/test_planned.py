@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tools import check_emulated, check_planned
 from tools.check_planned import CLUSTERS, PlanRun, choose, find_score, list_misses, list_wishes, settle
 from tools.emulation.scenarios import make_cluster, make_profile, make_workload
 from zorselike.planner.problem import PlanProblem
@@ -53,6 +54,29 @@ def candidates(*seconds: float, bounded: float | None = None) -> list[Any]:
         SimpleNamespace(predicted_s=each, plan=SimpleNamespace(bounds_in_flight=each == bounded))
         for each in seconds
     ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "options", "why"),
+    [
+        (check_planned, ["--only", "nothing"], "no name holds that; there are two nodes; three nodes"),
+        (check_planned, ["--steps", "0"], "argument --steps: 0: give a whole number, 1 or more"),
+        (check_emulated, ["--only", "nothing"], "error: --only nothing: no name holds that; there are "),
+        (check_emulated, ["--runs", "-1"], "argument --runs: -1: give a whole number, 1 or more"),
+    ],
+)
+def test_names_and_numbers_are_checked_before_the_machine_is_measured(
+    tool: Any,
+    options: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tool, "measure_constants", lambda: pytest.fail("the machine is measured"))
+    with pytest.raises(SystemExit) as ended:
+        tool.main(options)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
 
 
 def test_plans_are_chosen_evenly_and_not_too_slow() -> None:

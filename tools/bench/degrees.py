@@ -3,7 +3,7 @@ that a search finds with them beside the best without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zorselike.cost.profile import Overheads, Profile, Source
@@ -62,9 +62,9 @@ class Worth:
         return self.without_s / self.with_s - 1
 
 
-def find_worths(budget_s: float, only: str) -> Iterator[Worth]:
-    """Of the questions whose names hold a text, each searched twice."""
-    for question in (own for own in QUESTIONS if only in own.name):
+def find_worths(questions: Iterable[Question], budget_s: float) -> Iterator[Worth]:
+    """Of questions, each searched twice."""
+    for question in questions:
         problem = ask(question)
         best, single = (
             search_plans(replace(problem, fixed=fixed), budget_s=budget_s, top=1).best
