@@ -115,3 +115,30 @@ def test_steps_too_few_for_a_trace_are_said(run_ranks: RunRanks, tmp_path: Path)
     assert run_ranks(profile_two_steps, 1, tmp_path) == [
         ["no trace is written of 2 steps: the first would be after [profiling] profile_freq = 5"]
     ]
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("a file")
+    config = Profiling(
+        enable_profiling=True,
+        save_traces_folder="traces",
+        profile_freq=2,
+        profiler_warmup=0,
+        profiler_active=1,
+    )
+
+    def train(rank: int, _: int) -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("zorselike").addHandler(handler)
+        with profiler(config, folder=tmp_path, rank=rank) as end_step:
+            for _ in range(4):
+                end_step(cast(StepResult, SimpleNamespace(loss=0.0)))
+        return said
+
+    (said,) = run_ranks(train, 1)
+    assert [text.partition(": ")[0] for text in said] == [
+        f"no trace is written to {tmp_path / 'traces' / f'iteration_{step}'}" for step in (2, 4)
+    ]
+    assert "Not a directory" in said[0]

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -34,8 +34,9 @@ def profiler(
 
     `first_step`: that from which the numbers of steps in names of traces are counted.
 
-    Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`. torch's profiler is silent
-    unless the environment variable `KINETO_LOG_LEVEL` says otherwise: 4 shows errors, and where traces begin.
+    Traces are `folder/<save_traces_folder>/iteration_N/rankR_trace.json.gz`; one that cannot be
+    written, as on a full disk, is a warning, and training goes on. torch's profiler is silent unless the
+    environment variable `KINETO_LOG_LEVEL` says otherwise: 4 shows errors, and where traces begin.
     """
     if not config.enable_profiling:
         yield lambda result: None
@@ -49,12 +50,23 @@ def profiler(
         nonlocal num_written
         num_written += 1
         target = folder / config.save_traces_folder / f"iteration_{first_step + finished.step_num}"
-        target.mkdir(parents=True, exist_ok=True)
         raw = target / f"rank{rank}_trace.json"
-        finished.export_chrome_trace(str(raw))
-        write_readable(raw, raw.with_name(f"{raw.name}.gz"), rank=rank)
-        raw.unlink()
-        logger.info("trace written to %s", target)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(raw))
+            write_readable(raw, raw.with_name(f"{raw.name}.gz"), rank=rank)
+        except (OSError, ValueError, RuntimeError) as error:
+            with suppress(OSError):
+                raw.with_name(f"{raw.name}.gz").unlink(missing_ok=True)
+            # On a full disk torch leaves half a file, or none, and does not say so.
+            is_torn = isinstance(error, FileNotFoundError | ValueError)
+            reason = "torch's profiler left no whole file; is the disk full?" if is_torn else error
+            logger.warning("no trace is written to %s: %s", target, reason)
+        else:
+            logger.info("trace written to %s", target)
+        finally:
+            with suppress(OSError):
+                raw.unlink(missing_ok=True)
 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
