@@ -149,10 +149,17 @@ def test_who_joins_hears_at_once_that_nobody_answers_yet(capsys: pytest.CaptureF
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
-    assert run.find_members("127.0.0.1", port, TOKEN) == [f"127.0.0.1:{port}"]
+    assert run.find_job("127.0.0.1", port, TOKEN) == {"ZORSELIKE_JOIN": f"127.0.0.1:{port}"}
     said = capsys.readouterr().err
     assert said.startswith(f"no member of a job answers at 127.0.0.1:{port}: ")
     assert said.endswith("; workers wait up to 10 min for one\n")
+
+
+def test_who_joins_a_job_that_has_answered_does_not_look_for_it_for_minutes(address: str) -> None:
+    """It may end while workers start."""
+    host, _, port = address.partition(":")
+    expected = {"ZORSELIKE_JOIN": address, "ZORSELIKE_ANSWERED": "1"}
+    assert run.find_job(host, int(port), TOKEN) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from trivial_member import TrivialWorker
 
 from zorselike.elastic.contract import Json
-from zorselike.elastic.meeting import Meeting, make_member
+from zorselike.elastic.meeting import Meeting, environment, make_member
 from zorselike.elastic.meeting import nanny as nannies
 from zorselike.elastic.meeting.environment import from_environment, listen
 from zorselike.elastic.meeting.nanny import Nanny, describe_end
@@ -153,17 +154,34 @@ def test_who_comes_after_the_job_has_ended_learns_it_from_machines_at_which_nobo
     with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
         ports = [each.getsockname()[1] for each in (first, second)]
     reads, writes = os.pipe()
-    environment = {
+    returns = {
         "ZORSELIKE_JOB_TOKEN": TOKEN,
         "ZORSELIKE_JOIN": ",".join(f"127.0.0.1:{port}" for port in ports),
-        "ZORSELIKE_RETURNS": "1",
+        "ZORSELIKE_ANSWERED": "1",
         "ZORSELIKE_NANNY_FD": str(writes),
     }
-    with pytest.raises(ClusterError, match="job has ended before this process could take the place"):
-        from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=environment)
+    with pytest.raises(ClusterError, match="job has ended before this process had a part in it"):
+        from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=returns)
     os.close(writes)
     assert json.loads(os.read(reads, 100)) == {"stranded": True}
     os.close(reads)
+
+
+def test_who_finds_nobody_where_a_launcher_s_founder_was_learns_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waited ten minutes: that one had said where it listens, and ended before the others came."""
+    with listen("127.0.0.1", 0) as listener:
+        where = {"host": "127.0.0.1", "port": listener.getsockname()[1], "token": TOKEN}
+    store, arrival = (
+        SimpleNamespace(get=lambda _: json.dumps(where)),
+        SimpleNamespace(arrive=lambda **_: None),
+    )
+    monkeypatch.setattr(environment, "_open_store", lambda *_: store)
+    monkeypatch.setattr(environment, "Arrival", lambda *_: arrival)
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    with pytest.raises(ClusterError, match="job has ended before this process had a part in it"):
+        from_environment(TrivialWorker(), device_type="cpu", memory_bytes=1, environment=launched)
 
 
 def test_a_worker_that_stands_still_is_killed(reached: Reached, tmp_path: Path) -> None:

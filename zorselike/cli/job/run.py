@@ -29,6 +29,7 @@ _Node = Annotated[
 
 _KILL_AFTER_S = 60.0
 """After a second signal workers may finish their step so long."""
+_MOST_ADDRESSES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +62,7 @@ class Run:
     """Name of this node."""
 
     def run(self) -> int:
-        from zorselike.elastic.meeting.environment import (
-            JOIN,
-            TOKEN,
-            make_token,
-            read_address,
-            read_settings,
-        )
+        from zorselike.elastic.meeting.environment import TOKEN, make_token, read_address, read_settings
         from zorselike.runtime.processes.identity import NODE_VARIABLE
 
         check_at_least("run", 1, {"--ranks": self.ranks})
@@ -85,8 +80,8 @@ class Run:
             if self.address != type(self).address:
                 raise ConfigError("run: --address founds a job, and --join joins one; keep one of them")
             token = check_token("run", environment)
-            addresses = find_members(*read_address("run: --join", self.join), token)
-            environments = [environment | {JOIN: ",".join(addresses)} for _ in range(self.ranks)]
+            found = find_job(*read_address("run: --join", self.join), token)
+            environments = [environment | found for _ in range(self.ranks)]
         else:
             if not environment.get(TOKEN):
                 environment[TOKEN] = make_token()
@@ -156,22 +151,25 @@ def check_token(command: str, environment: Mapping[str, str]) -> str:
     return token
 
 
-def find_members(host: str, port: int, token: str) -> list[str]:
-    """Addresses of a job's members, the given one first; that alone, with a word on stderr, where the job has
-    yet to start.
+def find_job(host: str, port: int, token: str) -> dict[str, str]:
+    """What tells workers where the members of a job are, the given one first; that alone, with a word on
+    stderr, where the job has yet to start.
 
     Raises `ClusterError` if who listens there is no member of a job with this token.
     """
     from zorselike.elastic.meeting.asking import NobodyThere, ask
+    from zorselike.elastic.meeting.environment import ANSWERED, JOIN
     from zorselike.elastic.membership.round import Settings
 
-    members = []
+    given = f"{host}:{port}"
     try:
         members = ask(host, port, token, {"ask": "status"})["status"]["members"]
     except NobodyThere as error:
         wait_s = Settings().start_limit_s
         print(f"{error}; workers wait up to {wait_s / 60:g} min for one", file=sys.stderr, flush=True)
-    return list(dict.fromkeys([f"{host}:{port}", *(f"{m['host']}:{m['port']}" for m in members)]))[:16]
+        return {JOIN: given}
+    addresses = list(dict.fromkeys([given, *(f"{m['host']}:{m['port']}" for m in members)]))
+    return {JOIN: ",".join(addresses[:_MOST_ADDRESSES]), ANSWERED: "1"}
 
 
 def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:

@@ -15,8 +15,8 @@
   after SIGTERM, unless the process has a handler of its own.
 - `ZORSELIKE_NOTICE_URL`: page of the cloud's metadata server, asked every 5 s; once it says that the machine
   will be taken back, the member leaves likewise (`notice_url`).
-- `ZORSELIKE_RETURNS`: a nanny sets it for a worker that takes the place of a lost one, which then looks for
-  its job for half a minute only: whom it joins has answered just now.
+- `ZORSELIKE_ANSWERED`: a member of the job has just answered `zorselike run`, or the nanny of a worker that
+  takes the place of a lost one: the worker looks for its job for half a minute only.
 - `ZORSELIKE_AGAIN_AT=HOST:PORT`: a nanny sets it for a worker that takes the place of the founder: it listens
   where that did, if it can, so that the lines which people have still lead to the job.
 - `ZORSELIKE_NANNY_FD`: where this process tells its nanny that it lives, and whom to tell of its death.
@@ -62,13 +62,13 @@ SILENCE = "ZORSELIKE_SILENCE_S"
 NOTICE_FILE = "ZORSELIKE_NOTICE_FILE"
 NOTICE_URL = "ZORSELIKE_NOTICE_URL"
 NANNY_FD = "ZORSELIKE_NANNY_FD"
-RETURNS = "ZORSELIKE_RETURNS"
+ANSWERED = "ZORSELIKE_ANSWERED"
 AGAIN_AT = "ZORSELIKE_AGAIN_AT"
 
 _STORE_KEY = "zorselike/elastic/founder"
 _START_LIMIT = timedelta(minutes=10)
-_RETURN_LIMIT_S = 30.0
-"""So long a worker that takes the place of a lost one looks for its job, which may have ended meanwhile."""
+_ANSWERED_LIMIT_S = 30.0
+"""So long a worker looks for a job of which a member has answered: it may have ended meanwhile."""
 _REFUSED_S = 2.0
 """So long, where nobody listens at any address of its job."""
 
@@ -119,9 +119,9 @@ def from_environment(
     if found is not None and join is not None:
         raise ConfigError(f"{FOUND} and {JOIN} are both set; a process founds a job or joins one")
     contact = [read_address(JOIN, text) for text in (join or "").split(",")] if found is None else []
-    if environment.get(RETURNS):
+    if environment.get(ANSWERED):
         _refuse_ended(contact, environment)
-        settings = replace(settings, start_limit_s=min(settings.start_limit_s, _RETURN_LIMIT_S))
+        settings = replace(settings, start_limit_s=min(settings.start_limit_s, _ANSWERED_LIMIT_S))
     host, port = read_address(FOUND, found) if found is not None else contact[0]
     num_members = None
     if found is not None:
@@ -210,7 +210,7 @@ def _refuse_ended(contact: Sequence[tuple[str, int]], environment: Mapping[str, 
     if nanny := environment.get(NANNY_FD):
         with contextlib.suppress(OSError):
             os.write(int(nanny), b'{"stranded": true}\n')
-    raise ClusterError("the job has ended before this process could take the place of a lost one")
+    raise ClusterError("the job has ended before this process had a part in it")
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -268,6 +268,7 @@ def _meet_by_store(
         except RuntimeError as error:
             raise ClusterError(f"rank 0 did not say where it founds the job, in {_START_LIMIT}") from error
         contact, token = [(str(where["host"]), int(where["port"]))], str(where["token"])
+        _refuse_ended(contact, environment)  # It has said so when it could be reached there.
         listener = listen("127.0.0.1" if contact[0][0] in LOOPBACK_HOSTS else "", 0)
         own = environment.get(HOST) or _address_towards(*contact[0])
     member = make_member(

@@ -27,11 +27,11 @@ from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting.asking import ask
 from zorselike.elastic.meeting.environment import (
     AGAIN_AT,
+    ANSWERED,
     FOUND,
     JOIN,
     MEMBERS,
     NANNY_FD,
-    RETURNS,
     TOKEN,
     read_address,
     read_settings,
@@ -50,8 +50,8 @@ _MAX_LINE_BYTES = 1 << 16
 MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
 LATE = 75
-"""Exit code where a worker in the place of a lost one has found nobody, or was to leave before it had a part:
-how the job has ended, others say."""
+"""Exit code where a worker that came to a job which was there, perhaps in the place of a lost one, has found
+nobody, or was to leave before it had a part: how the job has ended, others say."""
 UNFOUNDED = 76
 """Exit code where the founder has ended with such a mistake before its job began."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -94,10 +94,10 @@ class Nanny:
         while True:
             started_s = time.monotonic()
             code, known = self._run_once()
-            if known.is_stranded and RETURNS in self._environment:
+            if known.is_stranded and ANSWERED in self._environment:
                 self._say("the job has ended meanwhile, or cannot be reached any more")
                 return LATE
-            if code and self._leaves and RETURNS in self._environment and known.last < 0:
+            if code and self._leaves and ANSWERED in self._environment and known.last < 0:
                 return LATE
             if code == 0 or self._leaves or (known.over is not None and not known.may_return):
                 return code
@@ -123,7 +123,7 @@ class Nanny:
                 self._environment.pop(name, None)
             others = [address for address in self._members if address != contact]
             self._environment[JOIN] = ",".join(f"{host}:{port}" for host, port in (contact, *others))
-            self._environment[RETURNS] = "1"
+            self._environment[ANSWERED] = "1"
             time.sleep(_FIRST_WAIT_S * 2**num_soon - _FIRST_WAIT_S)
             if self._leaves:
                 return LATE
