@@ -46,6 +46,8 @@ _SOON_S = 60.0
 _MAX_STARTS = 3
 """So many of these one after the other, and no other is started."""
 _FIRST_WAIT_S = 1.0
+_FOLLOWS_S = 5.0
+"""From one look at who is in the job to the next, while a worker starts."""
 _MAX_LINE_BYTES = 1 << 16
 MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
@@ -94,14 +96,16 @@ class Nanny:
         while True:
             started_s = time.monotonic()
             code, known = self._run_once()
-            if known.is_stranded and ANSWERED in self._environment:
+            is_late = known.is_stranded and ANSWERED in self._environment
+            if is_late and self._tell(known) in (None, *self._list_joined()):
                 self._say("the job has ended meanwhile, or cannot be reached any more")
                 return LATE
             if code and self._leaves and ANSWERED in self._environment and known.last < 0:
                 return LATE
-            if code == 0 or self._leaves or (known.over is not None and not known.may_return):
+            is_out = known.over is not None and not known.may_return
+            if code == 0 or self._leaves or (is_out and not is_late):
                 return code
-            if code == MISTAKE and known.over is None:
+            if code == MISTAKE and known.over is None and not is_late:
                 # Another one would make it too.
                 return UNFOUNDED if FOUND in self._environment and known.last < 0 else code
             self._members = known.members or self._members
@@ -156,7 +160,7 @@ class Nanny:
         """Until the worker has ended; kills it where it falls silent."""
         assert self._worker is not None
         received = b""
-        heard_s = last_s = time.monotonic()
+        heard_s = last_s = followed_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(reads, selectors.EVENT_READ)
             is_open = True
@@ -168,6 +172,9 @@ class Nanny:
                 if now - last_s > self._silence_s / 4:  # This process stood still itself.
                     heard_s = now
                 last_s = now
+                if not known.id and now - followed_s > _FOLLOWS_S:
+                    self._follow()
+                    followed_s = time.monotonic()
                 if ready:
                     chunk = os.read(reads, 1 << 16)
                     is_open = bool(chunk)
@@ -205,16 +212,28 @@ class Nanny:
         except (ValueError, TypeError, AttributeError):
             return
 
+    def _follow(self) -> None:
+        """Learns who is in the job now: those whom a worker is to join may be lost while it starts."""
+        found = self._ask({"ask": "status"}) if ANSWERED in self._environment else None
+        if found is not None and (members := found[1].get("status", {}).get("members")):
+            self._members = [(str(member["host"]), int(member["port"])) for member in members]
+
+    def _list_joined(self) -> list[tuple[str, int]]:
+        """Addresses at which the worker looks for its job."""
+        join = self._environment.get(JOIN)
+        return [read_address(JOIN, text) for text in join.split(",")] if join else []
+
     def _tell(self, known: _Known) -> tuple[str, int] | None:
         """Tells the first member that can be reached; its address."""
-        contacts = list(self._members)
-        if join := self._environment.get(JOIN):
-            contacts += [read_address(JOIN, text) for text in join.split(",")]
-        for host, port in contacts:
-            word = {"ask": "word", "id": known.id, "last": known.last}
+        found = self._ask({"ask": "word", "id": known.id, "last": known.last})
+        return None if found is None else found[0]
+
+    def _ask(self, request: Json) -> tuple[tuple[str, int], Json] | None:
+        """The first member that can be reached, by its address, and its answer."""
+        for host, port in (*self._members, *self._list_joined()):
             with contextlib.suppress(ClusterError):
-                ask(host, port, self._environment.get(TOKEN, ""), word, limit_s=2.0)
-                return host, port
+                answer = ask(host, port, self._environment.get(TOKEN, ""), request, limit_s=2.0)
+                return (host, port), answer
         return None
 
 
