@@ -49,6 +49,15 @@ def test_who_waits_is_told_for_what() -> None:
     assert is_spare(machine)
 
 
+def test_who_waits_for_others_is_told_that_their_founder_has_ended() -> None:
+    founder, other = (make_member("h", port, "here", 0, "cpu", 0) for port in (1, 2))
+    machine = Membership(other)
+    machine.handle(e.Opened(founder))
+    machine.handle(e.Received(founder.id, msg.Welcome(Roster(0, (founder,)))))
+    (over,) = (x for x in machine.handle(e.Dead(msg.Gone(founder.id, 0))) if isinstance(x, e.Over))
+    assert "its founder, at h:1, has ended or cannot be reached, and not all members" in over.reason
+
+
 def make_meeting(**options: Any) -> Meeting:
     listener = listen("127.0.0.1", 0)
     me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)

@@ -42,6 +42,12 @@ class Seeking:
         self._num_joins += 1
         if not living or self._num_joins > _MAX_JOINS:
             text = "the job that this process wanted to join cannot be reached any more"
+            if machine.committed is not None and not machine.committed.number:
+                founder = machine.committed.root
+                text += (
+                    f": its founder, at {founder.host}:{founder.port}, has ended or cannot be reached, and "
+                    "not all members that it was to start with had come"
+                )
             machine.ending.finish(text, may_return=True)
             return
         first = min(living, key=lambda member: member.number)
