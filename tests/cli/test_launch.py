@@ -15,8 +15,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ from zorselike.cli import main
 from zorselike.cli.launch.device_names import PRODUCTS, name_for_ray, name_product
 from zorselike.cli.launch.job import Job, Program, make_label
 from zorselike.cli.launch.launchers import write_launch
+from zorselike.cli.model_choice import Dtype, parse_model
 from zorselike.cost.catalogue import CATALOGUE, match_device_name
 from zorselike.errors import ConfigError
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -169,6 +171,24 @@ def test_a_recipe_says_everything_but_the_plan(folder: Path, capsys: pytest.Capt
     for option in (("--dtype", "float16"), ("--defer-updates",)):
         assert main(("launch", "my.plan.toml", "--config", "r.toml", *option)) == 2
         assert f"--config says everything but the plan; say {option[0]} there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [*get_args(Dtype), "auto"])
+def test_a_plan_is_started_in_the_dtype_that_it_was_made_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    """It was started in what the cards decided, without a word."""
+    known = dtype in get_args(Dtype)
+    fingerprint = "0123456789ab"
+    if known:
+        fingerprint = parse_model("llama debug").measure(sequence_length=128, dtype=dtype).fingerprint
+    replace(CPUS, workload_fingerprint=fingerprint).save("my.plan.toml")
+    assert main(("launch", "my.plan.toml")) == 0
+    told = capsys.readouterr().out
+    assert f" --training.mixed_precision_param {dtype} " in told.replace("\n", " ")
+    assert ("--hetero.clip ministage" in told) == (dtype != "float16")
+    assert main(("launch", "my.plan.toml", "--dtype", "auto")) == 0
+    assert " --training.mixed_precision_param auto " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("read", ["my.plan.toml", "r.toml"])

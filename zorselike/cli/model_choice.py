@@ -17,6 +17,7 @@ from zorselike.cli.folder_choice import PREFIX, FolderOptions
 from zorselike.cli.options import one_of
 from zorselike.cost.catalogue import find_device
 from zorselike.errors import ClusterError, ConfigError, ProfileError
+from zorselike.plan.plan import Plan
 from zorselike.plan.workload import Workload
 from zorselike.text.assignments import name_model, read_assignments, write_assignments
 
@@ -229,6 +230,20 @@ def parse_model(name: str) -> ModelChoice:
     except ConfigError as error:
         raise ConfigError(f"'{name}' is not a built-in model ({error}); give --workload FILE") from None
     return choice
+
+
+def find_dtype(plan: Plan) -> Dtype | None:
+    """What layers were to compute in when a plan was made, by its workload's fingerprint; None where the plan
+    does not tell."""
+    if plan.sequence_length is not None and plan.workload_fingerprint is not None:
+        with suppress(ConfigError):
+            choice = parse_model(plan.model or "")
+            for dtype in get_args(Dtype):
+                workload = choice.measure(sequence_length=plan.sequence_length, dtype=dtype)
+                if workload.fingerprint == plan.workload_fingerprint:
+                    found: Dtype = dtype
+                    return found
+    return None
 
 
 def choose_dtype(devices: Iterable[str]) -> Dtype:

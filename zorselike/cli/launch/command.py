@@ -35,8 +35,11 @@ class LaunchCommand:
     cluster: Annotated[_File, tyro.conf.arg(help_behavior_hint="(default: zones are not known)")] = None
     """Cluster file, for the zones of nodes: those of different zones are then different kinds."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Without --config: dtype in which layers compute."""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"] | None,
+        tyro.conf.arg(help_behavior_hint="(default: the plan's where it tells, else auto)"),
+    ] = None
+    """Without --config: dtype in which layers compute; with float16 updates wait for the end of the step."""
 
     defer_updates: bool = False
     """Without --config: clip by the norm of all gradients, so that updates wait for the end of the step."""
@@ -49,26 +52,27 @@ class LaunchCommand:
     def run(self) -> None:
         from zorselike.cli.launch.job import Job, Program
         from zorselike.cli.launch.launchers import write_launch
-        from zorselike.cli.model_choice import ModelOptions
+        from zorselike.cli.model_choice import ModelOptions, find_dtype
         from zorselike.plan.cluster.cluster import Cluster
         from zorselike.plan.plan import Plan
 
         if self.launcher == "torchrun" and self.output is not None:
             raise ConfigError("launch: torchrun's commands are printed; leave out --output")
         check_outputs("launch", {"--output": self.output}, inputs=(self.plan, self.config, self.cluster))
-        if self.config is not None and (self.dtype != "auto" or self.defer_updates):
-            flag = "--dtype" if self.dtype != "auto" else "--defer-updates"
+        if self.config is not None and (self.dtype is not None or self.defer_updates):
+            flag = "--dtype" if self.dtype is not None else "--defer-updates"
             raise ConfigError(
                 f"launch: --config says everything but the plan; say {flag} there, or leave it out"
             )
         if self.config is not None and not Path(self.config).is_file():
             raise ConfigError(f"launch: --config is {self.config}: there is no such file; check its path")
         plan = Plan.load(self.plan).validate()
+        dtype = self.dtype or find_dtype(plan) or "auto"
         program = Program(
             config=self.config,
             model=ModelOptions().list_options(plan.model or ""),
-            dtype=self.dtype,
-            defer_updates=self.defer_updates,
+            dtype=dtype,
+            defer_updates=self.defer_updates or dtype == "float16",
         )
         cluster = None if self.cluster is None else Cluster.load(self.cluster)
         job = Job(plan=plan, path=self.plan, program=program, cluster=cluster)
