@@ -466,6 +466,38 @@ worker.let_go()
 """
 
 
+ENDS_IN_A_MEETING = """
+import threading, time
+from zorselike.elastic.meeting import Meeting, make_member
+from zorselike.elastic.meeting.environment import listen
+
+class Draws:
+    begins = threading.Event()
+    def offer(self):
+        return {}
+    def decide(self, request):
+        return tuple(request.offers), {}
+    def prepare(self, ranks, decision):
+        self.begins.set()
+        time.sleep(0.5)
+        print("drawn", flush=True)
+
+listener = listen("127.0.0.1", 0)
+me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)
+Meeting(Draws(), me, listener, "token", num_founding=1)
+Draws.begins.wait()
+raise SystemExit(2)
+"""
+
+
+def test_a_process_that_ends_waits_for_what_it_does_for_a_meeting() -> None:
+    """An error that all ranks have is the end of others to each, who met to go on without them: Python's end
+    aborted the process where a thread drew a plan for that."""
+    command = [sys.executable, "-c", ENDS_IN_A_MEETING]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "drawn\n"), ended.stderr
+
+
 def test_a_process_that_ends_waits_until_the_remains_of_generations_are_dropped() -> None:
     # Python's end aborted the process where a thread was in the destructor of a process group.
     ended = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, check=True)

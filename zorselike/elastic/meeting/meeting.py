@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zorselike.elastic.contract import Generation, GenerationOver, Json, LeftError, Member, Worker
 from zorselike.elastic.meeting.links import Links
+from zorselike.elastic.meeting.threads import Threads
 from zorselike.elastic.meeting.waiting import describe_wait, is_spare
 from zorselike.elastic.membership import events as e
 from zorselike.elastic.membership import messages as msg
@@ -121,6 +123,7 @@ class Meeting:
         if contact:
             limit_s = self.settings.start_limit_s
             self._links.contact(contact, limit_s=limit_s, failed=self._strand)
+        self._threads = Threads(self._post, stop=self._stop)
         self._thread = threading.Thread(target=self._run, name="elastic membership", daemon=True)
         self._thread.start()
 
@@ -231,6 +234,11 @@ class Meeting:
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")
 
+    def _stop(self) -> None:
+        """Without a word: to the others this process has ended."""
+        self._stops = True
+        self._thread.join(_LINGER_S + 1)
+
     def _note(self, text: str) -> None:
         self._history.append((time.time(), text))
 
@@ -336,15 +344,15 @@ class Meeting:
             case e.SetTimer(timer, number, delay_s):
                 self._timers[timer] = (time.monotonic() + delay_s, number)
             case e.AskOffer(number):
-                self._start(
+                self._threads.answer(
                     lambda: e.Offered(number, self._offer()), lambda x: e.Offered(number, {"error": x})
                 )
             case e.AskDecision(number, attempt, _):
-                self._start(lambda: self._decide(effect), lambda x: e.Undecided(number, attempt, x))
+                self._threads.answer(lambda: self._decide(effect), lambda x: e.Undecided(number, attempt, x))
             case e.AskPrepare(number, attempt, _, _, _):
-                self._start(lambda: self._prepare(effect), lambda x: e.Refused(number, attempt, x))
+                self._threads.answer(lambda: self._prepare(effect), lambda x: e.Refused(number, attempt, x))
             case e.AskLease(number):
-                self._start(lambda: self._ask_lease(number), lambda _: e.Lease(number, False))
+                self._threads.answer(lambda: self._ask_lease(number), lambda _: e.Lease(number, False))
             case e.Gate(number, attempt, step):
                 with self._changed:
                     is_past = not self._is_idle and self._step >= step
@@ -367,9 +375,7 @@ class Meeting:
                     self._pending, self._gate = None, None
                     self._num_interrupting += 1
                     self._note(f"generation {self._last_over} is over" + describe_lost(lost))
-                    threading.Thread(
-                        target=self._interrupt, args=(self._last_over, lost), daemon=True
-                    ).start()
+                    self._threads.start(partial(self._interrupt, self._last_over, lost))
                 case e.Deliver(generation):
                     self._pending = generation
                     self._last_delivered = generation.number
@@ -395,19 +401,6 @@ class Meeting:
             with self._changed:
                 self._num_interrupting -= 1
                 self._changed.notify_all()
-
-    def _start(self, work: Callable[[], e.Event], failed: Callable[[str], e.Event]) -> None:
-        """What the pipeline does for a meeting, on a thread of its own."""
-
-        def run() -> None:
-            try:
-                event = work()
-            except Exception as error:
-                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                event = failed(f"{name}{error}")
-            self._post(event)
-
-        threading.Thread(target=run, name="elastic worker", daemon=True).start()
 
     def _offer(self) -> Json:
         with self._changed:  # A generation that is over has been told so first.
