@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,6 +177,36 @@ def test_who_came_too_late_for_a_job_that_ended_well_has_not_failed(
 
     monkeypatch.setattr(run.subprocess, "Popen", start)
     assert run.keep(["program"], [{}] * len(codes)) == expected
+
+
+def test_workers_leave_where_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+    """They went on to the job's end, with the node's GPUs, and nobody there to end them."""
+    started, left = tmp_path / "started", tmp_path / "left"
+    script = f"""
+import os, pathlib, signal, time
+def leave(*_):
+    pathlib.Path({str(left)!r}).touch()
+    os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path({str(started)!r}).touch()
+time.sleep(20)
+"""
+    keeps = (
+        f"import sys; from zorselike.cli.job import run; run.keep([sys.executable, '-c', {script!r}], [{{}}])"
+    )
+    keeper = subprocess.Popen([sys.executable, "-c", keeps])
+    await_file(started)
+    assert not left.exists()
+    keeper.kill()
+    keeper.wait()
+    await_file(left)
+
+
+def await_file(path: Path) -> None:
+    until_s = time.monotonic() + 15
+    while not path.exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
 
 
 def test_where_a_job_cannot_be_founded_the_others_of_its_node_end(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Run:
 
     The first node founds the job and prints the lines by which other nodes join it and by which its status is
     shown; the environment variable ZORSELIKE_JOB_TOKEN, made where it is not set, is what all of them need.
-    SIGTERM, or Ctrl-C, makes this node's workers leave at the next step boundary.
+    SIGTERM, or Ctrl-C, makes this node's workers leave at the next step boundary; so does SIGKILL.
     """
 
     command: _Command
@@ -175,11 +175,16 @@ def find_job(host: str, port: int, token: str) -> dict[str, str]:
 def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs a nanny for each worker until all have ended; the first exit code that is not 0, but for workers
     that came too late in the place of lost ones, while others have ended well."""
+    from zorselike.elastic.meeting.environment import RUN
     from zorselike.elastic.meeting.nanny import LATE, MISTAKE, UNFOUNDED
 
     line = [sys.executable, "-m", "zorselike.elastic.meeting.nanny", "--", *command]
     nannies = [
-        subprocess.Popen(line, env={**environment, "LOCAL_RANK": str(number)}, start_new_session=True)
+        subprocess.Popen(
+            line,
+            env={**environment, "LOCAL_RANK": str(number), RUN: str(os.getpid())},
+            start_new_session=True,
+        )
         for number, environment in enumerate(environments)
     ]
     kill_s: float | None = None

@@ -19,6 +19,8 @@
   takes the place of a lost one: the worker looks for its job for half a minute only.
 - `ZORSELIKE_AGAIN_AT=HOST:PORT`: a nanny sets it for a worker that takes the place of the founder: it listens
   where that did, if it can, so that the lines which people have still lead to the job.
+- `ZORSELIKE_RUN`: number of the `zorselike run` process that has started a nanny; once that is gone, killed
+  say, the nanny has its worker leave.
 - `ZORSELIKE_NANNY_FD`: where this process tells its nanny that it lives, and whom to tell of its death.
 
 Under torchrun with a static rendezvous (`--master-addr`, `--master-port`, `--max-restarts 0`), srun or mpirun
@@ -64,6 +66,7 @@ NOTICE_URL = "ZORSELIKE_NOTICE_URL"
 NANNY_FD = "ZORSELIKE_NANNY_FD"
 ANSWERED = "ZORSELIKE_ANSWERED"
 AGAIN_AT = "ZORSELIKE_AGAIN_AT"
+RUN = "ZORSELIKE_RUN"
 
 _STORE_KEY = "zorselike/elastic/founder"
 _START_LIMIT = timedelta(minutes=10)

@@ -32,6 +32,7 @@ from zorselike.elastic.meeting.environment import (
     JOIN,
     MEMBERS,
     NANNY_FD,
+    RUN,
     TOKEN,
     read_address,
     read_settings,
@@ -133,7 +134,14 @@ class Nanny:
                 return LATE
 
     def _say(self, text: str) -> None:
-        print(f"nanny of {' '.join(self._command)[:60]}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # Who has read it may be gone.
+            print(f"nanny of {' '.join(self._command)[:60]}: {text}", file=sys.stderr, flush=True)
+
+    def _leave_if_alone(self) -> None:
+        """With `zorselike run` nobody is left who would end this node's workers."""
+        if not self._leaves and self._environment.get(RUN, "") not in ("", str(os.getppid())):
+            self._say("`zorselike run` has ended without a word; the worker leaves")
+            self.leave()
 
     def _run_once(self) -> tuple[int, _Known]:
         reads, writes = os.pipe()
@@ -172,6 +180,7 @@ class Nanny:
                 if now - last_s > self._silence_s / 4:  # This process stood still itself.
                     heard_s = now
                 last_s = now
+                self._leave_if_alone()
                 if not known.id and now - followed_s > _FOLLOWS_S:
                     self._follow()
                     followed_s = time.monotonic()
