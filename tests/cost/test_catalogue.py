@@ -62,6 +62,8 @@ def test_an_unknown_type_is_told_the_nearest(wrong: str, hint: str) -> None:
         ("NVIDIA A100 80GB PCIe", 79.25, "A100-80"),
         ("NVIDIA A100-SXM-64GB", 63.4, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.5, None),
+        ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 78.9, "H100-SXM"),
         ("Tesla T4", 14.58, "T4"),
         ("Tesla T4", 14.76, "T4"),
         ("Tesla V100-SXM2-16GB", 15.77, "V100-16"),

@@ -10,6 +10,7 @@ reached.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ _MEMORY_TOLERANCE = 0.1
 
 _OTHER_DEVICE = frozenset({"TI", "SUPER", "LAPTOP", "MAX", "D", "SFF", "EMBEDDED"})
 """Words that make another device of the one whose name goes without."""
+_SLICE = re.compile(r"\bMIG [1-6]g\.")
+"""Of 7 parts of a device, each with its own share of multiprocessors and memory."""
 
 
 class DeviceSpec(NamedTuple):
@@ -239,6 +242,8 @@ def match_device_name(device_name: str, memory_bytes: int) -> str | None:
     memory that it has, so a slice of a device is none of them."""
     if device_name.casefold() == "cpu":
         return CPU
+    if _SLICE.search(device_name):  # Half of 80 GiB is what another type of that name has.
+        return None
     for row in _rows_named(device_name):
         if row.gib and abs(memory_bytes / (row.gib * GIB) - 1) <= _MEMORY_TOLERANCE:
             return row.name

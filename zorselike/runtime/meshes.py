@@ -94,5 +94,11 @@ class Meshes:
 def backend_for(members: Sequence[int], ranks: Ranks, processes: Sequence[ProcessInfo]) -> str:
     """NCCL, where every one of these ranks has a GPU of its own; elsewhere Gloo, which takes a GPU's
     tensors through host memory."""
-    gpus = [processes[process].gpu for process in ranks.processes(members)]
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+    cards = [_card_of(processes[process]) for process in ranks.processes(members)]
+    return "nccl" if all(cards) and len(set(cards)) == len(cards) else "gloo"
+
+
+def _card_of(process: ProcessInfo) -> str:
+    """What NCCL takes for the GPU of a rank, and refuses to two of them: of a slice (MIG) the whole card."""
+    is_slice = "MIG" in process.device_name.split()
+    return f"{process.node} {process.gpu_address}" if is_slice else process.gpu

@@ -183,6 +183,16 @@ def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
         assert backend_for(members, ranks, processes) == "gloo"
 
 
+def test_slices_of_one_card_are_one_to_nccl_which_refuses_two_ranks_on_it() -> None:
+    name, places = "NVIDIA A100 80GB PCIe MIG 1g.10gb", (("a", "07"), ("a", "07"), ("a", "08"), ("b", "07"))
+    processes = [
+        ProcessInfo(i, node, i, "cuda", name, f"MIG-{i}", place) for i, (node, place) in enumerate(places)
+    ]
+    ranks = Ranks(0, (0, 1, 2, 3))
+    assert backend_for((0, 1), ranks, processes) == backend_for((3, 1, 2, 0), ranks, processes) == "gloo"
+    assert backend_for((0, 2, 3), ranks, processes) == "nccl"
+
+
 @pytest.mark.parametrize("offload", [(), OFFLOAD_KINDS])
 def test_three_cpus_play_the_same_job(offload: tuple[str, ...], run_ranks: RunRanks) -> None:
     case = FloatCase(make_plan(offload), 4)

@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,10 @@ class ProcessInfo:
     """The GPU's name as its driver gives it; empty without one."""
     gpu: str = ""
     """Unique identifier of the GPU; empty without one."""
+    gpu_address: str = ""
+    """The GPU's place on its node's bus, which slices of one (MIG) share."""
+    num_processors: int = 0
+    """Multiprocessors of the GPU."""
     num_gpus: int = 0
     """Number of GPUs that this process sees."""
     architecture: str = ""
@@ -97,9 +102,12 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = identity.local_rank if device.index is None else device.index
     name, gpu, architecture, memory_bytes = "", "", "", find_host_memory()
+    address, num_processors = "", 0
     if device.type == "cuda" and index < num_gpus:
-        properties = torch.cuda.get_device_properties(index)
+        properties: Any = torch.cuda.get_device_properties(index)
         name, gpu, memory_bytes = properties.name, str(properties.uuid), properties.total_memory
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
+        num_processors = properties.multi_processor_count
         architecture = (
             properties.gcnArchName.split(":")[0]
             if torch.version.hip
@@ -113,6 +121,8 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
         device=device.type,
         device_name=name,
         gpu=gpu,
+        gpu_address=address,
+        num_processors=num_processors,
         num_gpus=num_gpus,
         architecture=architecture,
         compiled_architectures=tuple(torch.cuda.get_arch_list()) if num_gpus else (),
