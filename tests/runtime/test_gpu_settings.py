@@ -24,7 +24,7 @@ from zorselike.runtime.arguments import find_patience
 from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.comm import ranks
 from zorselike.runtime.comm.ranks import Groups, Ranks
-from zorselike.runtime.comm.transport import Transport
+from zorselike.runtime.comm.transport import Transport, share_multiprocessors
 from zorselike.runtime.memory.streams import make_streams
 from zorselike.runtime.ministage.updates import default_optimizer
 from zorselike.runtime.processes.world import ProcessInfo, describe_process
@@ -158,6 +158,15 @@ def test_transfers_between_two_ranks_get_few_multiprocessors() -> None:
     (pair, of_pair), (everyone, of_everyone) = made
     assert pair == [0, 1] and of_pair["backend"] == "nccl" and of_pair["pg_options"].config.max_ctas == 4
     assert everyone == [0, 1, 2] and of_everyone["pg_options"] is None
+
+
+def test_transfers_that_wait_leave_half_of_a_gpu_to_compute() -> None:
+    """Of a T4's 40 multiprocessors eight receives of four each would leave eight."""
+    fan = [(0, other, way) for other in range(1, 5) for way in "FB"] + [(1, 2, "F")]
+    assert {*share_multiprocessors(fan[:-1], [40, 132, 132, 132, 132]).values()} == {2}
+    assert {*share_multiprocessors(fan[:-1], [132] * 5).values()} == {4}
+    few = share_multiprocessors(fan, [132, 10, 132, 0, 132])
+    assert [few[edge] for edge in ((0, 1, "F"), (0, 2, "F"), (1, 2, "F"))] == [1, 4, 1]
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -303,7 +303,10 @@ class Assembly:
         by_host = frozenset(filter(self._goes_by_host, edges))
         by_host |= find_crowded(edge for edge in edges if edge not in by_host)
         streams = self.resources.memory.streams
-        self.transport = Transport(self.groups, edges, by_host=by_host, device=device, streams=streams)
+        processors = [processes[process].num_processors for process in ranks.process_of]
+        self.transport = Transport(
+            self.groups, edges, by_host=by_host, device=device, streams=streams, processors=processors
+        )
         self.busy = self.resources.busy
         self.step_inputs: StepInputs | None = None
         """What steps are given; None before the first, and of several kinds the newest."""

@@ -212,7 +212,7 @@ def train_and_evaluate(rank: int, world_size: int, direct: bool) -> tuple[list[f
 
     with (
         mock.patch.object(transport._Channel, "send", count),
-        mock.patch.object(Groups, "make_pair", lambda groups, ends: groups.make(ends, "gloo")),
+        mock.patch.object(Groups, "make_pair", lambda groups, ends, **_: groups.make(ends, "gloo")),
         mock.patch.object(Assembly, "_goes_by_host", lambda *_: not direct),
         HeteroPipeline(case.model(), case.plan, optimizer=adamw, dynamic_shapes=True) as pipe,
     ):

@@ -26,7 +26,7 @@ from zorselike.runtime._compat import (
 
 ProcessGroup = dist.ProcessGroup
 
-_PAIR_BLOCKS = 4
+MOST_PAIR_BLOCKS = 4
 _ABORT_S = 10.0
 _PATIENCE = timedelta(days=1)
 """A step may take hours, and receives are posted early in it; the alarm hears of ranks that are gone."""
@@ -64,10 +64,10 @@ class Groups:
     _aborting: Lock = field(default_factory=Lock)
     _has_ended: bool | None = None
 
-    def make_pair(self, ends: tuple[int, int]) -> ProcessGroup | None:
+    def make_pair(self, ends: tuple[int, int], *, max_blocks: int = MOST_PAIR_BLOCKS) -> ProcessGroup | None:
         """An NCCL group for transfers from one rank to another. A posted receive occupies multiprocessors
         until its rows come, so it gets few of them: each moves more a second than activations need."""
-        return self.make(ends, "nccl", options=nccl_options(max_blocks=_PAIR_BLOCKS))
+        return self.make(ends, "nccl", options=nccl_options(max_blocks=max_blocks))
 
     def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
         """A group over ranks of the plan; every process calls, members get it."""

@@ -13,7 +13,7 @@ of NCCL that waits occupies the GPU, and launching a kernel for the first time w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zorselike.runtime.comm.device_thread import DeviceThread
-from zorselike.runtime.comm.ranks import Groups, ProcessGroup
+from zorselike.runtime.comm.ranks import MOST_PAIR_BLOCKS, Groups, ProcessGroup
 from zorselike.runtime.memory.pinned import copy_to_host, make_host_buffer
 from zorselike.runtime.memory.streams import Event, Streams
 from zorselike.runtime.model.signature import Signature, TensorSpec
@@ -52,6 +52,18 @@ def edges_of(schedules: Iterable[Mapping[int, Sequence[Action]]]) -> list[Edge]:
             if action.kind in SENDS
         }
     )
+
+
+def share_multiprocessors(edges: Iterable[Edge], processors: Sequence[int]) -> dict[Edge, int]:
+    """How many multiprocessors transfers on each of these edges over NCCL may occupy: all that wait at once
+    leave half of a GPU to compute. `processors`: of each rank's GPU; 0: unknown."""
+    edges = list(edges)
+    num_edges = Counter(end for edge in edges for end in edge[:2])
+
+    def share(end: int) -> int:
+        return max(1, processors[end] // (2 * num_edges[end])) if processors[end] else MOST_PAIR_BLOCKS
+
+    return {edge: min(MOST_PAIR_BLOCKS, *map(share, edge[:2])) for edge in edges}
 
 
 @dataclass(frozen=True)
@@ -183,7 +195,9 @@ class Transport:
         by_host: frozenset[Edge],
         device: torch.device,
         streams: Streams,
+        processors: Sequence[int] = (),
     ) -> None:
+        """`processors`: multiprocessors of each rank's GPU; 0, or none: unknown."""
         self._streams = streams
         self._ranks = groups.ranks
         self._channels: dict[Edge, _Channel] = {}
@@ -200,16 +214,19 @@ class Transport:
         self._begun: set[tuple[Signature, bool]] = set()
         self._is_first = False
         host = groups.make(range(groups.ranks.world_size), "gloo") if edges else None
+        known = processors or [0] * groups.ranks.world_size
+        blocks = share_multiprocessors((edge for edge in edges if edge not in by_host), known)
         for edge in edges:
             assert host is not None
-            self._open(edge, groups, host, by_host=edge in by_host, device=device)
+            self._open(edge, groups, host, blocks=blocks.get(edge), device=device)
         self._warm_up(device)
 
     def _open(
-        self, edge: Edge, groups: Groups, host: ProcessGroup, *, by_host: bool, device: torch.device
+        self, edge: Edge, groups: Groups, host: ProcessGroup, *, blocks: int | None, device: torch.device
     ) -> None:
+        """`blocks`: what a transfer over NCCL may occupy; None: over Gloo."""
         source, target, direction = edge
-        pair = None if by_host else groups.make_pair((source, target))
+        pair = None if blocks is None else groups.make_pair((source, target), max_blocks=blocks)
         if self._ranks.rank not in (source, target):
             return
         process = self._ranks.process_of[target if self._ranks.rank == source else source]
