@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -225,6 +226,27 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], device: int, *, deadline_s
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+
+
+def nccl_record() -> Callable[[], list[str]]:
+    """Tells, from any thread, what this rank's groups of NCCL were given and have not done: operation, size,
+    group; oldest first. Nothing where torch has no NCCL or no record (`TORCH_NCCL_TRACE_BUFFER_SIZE=0`)."""
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if is_on_gpu else None
+    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+
+    def tell() -> list[str]:
+        if record is None or device is None:
+            return []
+        torch.cuda.set_device(device)
+        found = json.loads(record(includeCollectives=True, onlyActive=True))
+        return [
+            f"{entry['profiling_name'].removeprefix('nccl:')} of {entry['output_sizes']} "
+            f"({entry['process_group'][1]})"
+            for entry in found.get("entries", [])
+        ]
+
+    return tell
 
 
 def nccl_options(*, max_blocks: int) -> Any:

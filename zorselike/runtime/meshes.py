@@ -17,6 +17,7 @@ from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.runtime.tensor_parallel.cut_plan import CutPlan
 from zorselike.runtime.tensor_parallel.pieces import HeldPiece, TensorParallel
 from zorselike.runtime.tensor_parallel.sequence import OwnPositions
+from zorselike.text.wording import list_few
 
 
 class Meshes:
@@ -69,7 +70,8 @@ class Meshes:
         return TensorParallel(cut.blocks, cuts, tuple(pieces), positions)
 
     def _make(self, members: Sequence[int]) -> ProcessGroup | None:
-        return self._groups.make(members, backend_for(members, self._groups.ranks, self._processes))
+        backend = backend_for(members, self._groups.ranks, self._processes)
+        return self._groups.make(members, backend, what=list_few(members, "rank"))
 
     def _mesh(self, members: Sequence[int], made: ProcessGroup | None) -> DeviceMesh:
         assert made is not None, "this process is a member"

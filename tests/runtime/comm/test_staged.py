@@ -278,6 +278,7 @@ THREADS = {
     "elastic/worker.py": "one draws, which sets the device first; one drops what no card remembers",
     "profiler/machine/host_link_timing.py": "CPU ranks' copies",
     "runtime/_compat.py": "what aborts groups sets the device first",
+    "runtime/alarm/stall.py": "who asks NCCL sets the device first",
     "runtime/alarm/watch.py": NO_TORCH,
     "runtime/comm/connections.py": NO_TORCH,
     "runtime/comm/device_thread.py": "sets the device first",

@@ -30,6 +30,7 @@ from zorselike.runtime.alarm.failure import (
 )
 from zorselike.runtime.alarm.heartbeat import Message, Page, Peer
 from zorselike.runtime.alarm.kernel import is_stopped
+from zorselike.runtime.alarm.stall import Stall
 
 SILENCE_VARIABLE = "ZORSELIKE_SILENCE_S"
 START_UP = "start-up"
@@ -123,6 +124,7 @@ class Watch(threading.Thread):
         self._is_judge = rank == 0
         self._whereabouts = whereabouts
         self._limits = limits
+        self._stall = Stall(rank, _print_error)
         self._watched = {peer.rank: _Watched(peer, now, now, State(START_UP)) for peer in peers}
 
         self._lock = threading.Lock()
@@ -268,8 +270,10 @@ class Watch(threading.Thread):
             watched.peer.link.send(message)
 
     def _beat(self, now: float) -> None:
+        state = self._own_state()
+        self._stall.look(state, now)
         # One that does not read for hours (a debugger) must not fill the memory.
-        message = {"kind": "beat", "content": asdict(self._own_state())}
+        message = {"kind": "beat", "content": asdict(state)}
         for watched in self._present():
             if watched.peer.link.is_acknowledged:
                 watched.reached_s = now

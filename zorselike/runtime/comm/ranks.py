@@ -64,16 +64,21 @@ class Groups:
     _aborting: Lock = field(default_factory=Lock)
     _has_ended: bool | None = None
 
-    def make_pair(self, ends: tuple[int, int], *, max_blocks: int = MOST_PAIR_BLOCKS) -> ProcessGroup | None:
+    def make_pair(
+        self, ends: tuple[int, int], *, max_blocks: int = MOST_PAIR_BLOCKS, what: str = ""
+    ) -> ProcessGroup | None:
         """An NCCL group for transfers from one rank to another. A posted receive occupies multiprocessors
         until its rows come, so it gets few of them: each moves more a second than activations need."""
-        return self.make(ends, "nccl", options=nccl_options(max_blocks=max_blocks))
+        return self.make(ends, "nccl", options=nccl_options(max_blocks=max_blocks), what=what)
 
-    def make(self, members: Sequence[int], backend: str, *, options: Any = None) -> ProcessGroup | None:
-        """A group over ranks of the plan; every process calls, members get it."""
+    def make(
+        self, members: Sequence[int], backend: str, *, options: Any = None, what: str = ""
+    ) -> ProcessGroup | None:
+        """A group over ranks of the plan; every process calls, members get it. `what`: what it is called
+        where somebody looks for what hangs."""
         processes = sorted(self.ranks.processes(members))
         with unbound_default_group(), one_collective_at_a_time():
-            group = dist.new_group(processes, backend=backend, pg_options=options)
+            group = dist.new_group(processes, backend=backend, pg_options=options, group_desc=what or None)
         return None if self.ranks.rank not in members else self._keep(group)
 
     def make_own(self, backend: str) -> ProcessGroup:

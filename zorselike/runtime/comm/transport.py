@@ -226,7 +226,8 @@ class Transport:
     ) -> None:
         """`blocks`: what a transfer over NCCL may occupy; None: over Gloo."""
         source, target, direction = edge
-        pair = None if blocks is None else groups.make_pair((source, target), max_blocks=blocks)
+        what = f"{'activations' if direction == 'F' else 'gradients'} {source} -> {target}"
+        pair = None if blocks is None else groups.make_pair((source, target), max_blocks=blocks, what=what)
         if self._ranks.rank not in (source, target):
             return
         process = self._ranks.process_of[target if self._ranks.rank == source else source]
