@@ -18,12 +18,13 @@ import torch
 import volume
 
 from tools import gpu_battery
+from tools.bench.forked import run_forked
 from tools.gpu.battery import speed, supervise
 from tools.gpu.battery.delays import disturbing
 from tools.gpu.battery.gaps import describe_gaps, find_gaps
 from tools.gpu.battery.letters import LETTERS, Letter
 from tools.gpu.battery.packages import PACKAGES, find_missing, format_missing
-from tools.gpu.battery.page import SCHEMA
+from tools.gpu.battery.page import SCHEMA, _format_part
 from tools.gpu.battery.part import Part, Record, Settings, SkipPart
 from tools.gpu.battery.smoke import noting_waits
 from tools.gpu.battery.supervise import find_function, run_part
@@ -69,6 +70,22 @@ def test_a_part_that_hangs_says_where_and_keeps_what_it_had(tmp_path: Path) -> N
         for _ in range(500):
             os.kill(found["results"]["child"], 0)
             time.sleep(0.02)
+
+
+def hang_in_a_rank(record: Record) -> None:
+    run_forked(wait_in_a_rank, 1, timeout_s=record.patience_s)
+
+
+def wait_in_a_rank(rank: int) -> None:
+    print("before the rank hung", flush=True)
+    signal.pause()
+
+
+def test_ranks_that_hang_say_where_and_what_they_had_said(tmp_path: Path) -> None:
+    found = run(hang_in_a_rank, tmp_path, limit_s=2.0)
+    assert found["status"] == "timed out" and "in wait_in_a_rank" in found["stack"]
+    page = "\n".join(_format_part(found))
+    assert page.index("before the rank hung") < page.index("in wait_in_a_rank")
 
 
 def crash(record: Record) -> None:

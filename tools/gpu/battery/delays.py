@@ -113,7 +113,7 @@ def run_delays(record: Record) -> None:
         if record.is_small:
             cases = list(zip(ZEROS, ends, strict=True))[-ranks:]
         found = run_forked(
-            _compare, ranks, record.settings.device, training, cases, timeout_s=record.left_s - 5.0
+            _compare, ranks, record.settings.device, training, cases, timeout_s=record.patience_s
         )
         for number, (zero, subset) in enumerate(cases):
             told = [of_rank[number] for of_rank in found]

@@ -259,7 +259,7 @@ def run_shared(record: Record) -> None:
     """Three ranks on one card, over Gloo: what they cost each other is not simulated, only that it runs."""
     training = TINY if record.is_small else Training(dtype=torch.bfloat16)
     plan = in_line(training, (2, 1), offload=OFFLOAD_KINDS)
-    found = run_forked(_train_shared, 3, record.settings.device, training, plan, timeout_s=record.left_s)
+    found = run_forked(_train_shared, 3, record.settings.device, training, plan, timeout_s=record.patience_s)
     losses = found[0].losses
     record.check("three ranks on one card train", all(own.losses == losses for own in found), str(losses))
     record.say(f"losses {losses}; most allocated by rank: {[spell_bytes(own.peak_bytes) for own in found]}")

@@ -52,7 +52,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
     for check in part["checks"]:
         detail = f": {check['detail']}" if check["detail"] else ""
         lines.append(f"  [{_MARKS[check['status']]}] {check['name']}{detail}")
-    for title, text in (("where it stood at its limit", part["stack"]), ("its output ends", part["log"])):
-        if text and not (title.startswith("its") and part["stack"]):
+    for title, text in (("its output ends", part["log"]), ("where it stood at its limit", part["stack"])):
+        if text:
             lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines())]
     return [*lines, ""]

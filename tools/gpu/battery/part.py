@@ -69,6 +69,11 @@ class Record:
         """Seconds until the part's limit."""
         return self._deadline - time.monotonic()
 
+    @property
+    def patience_s(self) -> float:
+        """For what a part starts: beyond its limit, at which all its processes are asked where they are."""
+        return self.left_s + 60.0
+
     def say(self, text: str) -> None:
         """Lines of the page."""
         self._content["lines"] += text.splitlines()

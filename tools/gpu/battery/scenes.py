@@ -44,10 +44,10 @@ def run_scenes(record: Record) -> None:
         TINY if small else Training(dim=64, num_layers=4, sequence=32), is_double=True, max_norm=0.1
     )
     _compare_dtypes(record)
-    (expected,) = run_forked(_train_alone, 1, exact, timeout_s=record.left_s)
+    (expected,) = run_forked(_train_alone, 1, exact, timeout_s=record.patience_s)
     zeros, offloads = ((3,), (OFFLOAD_KINDS,)) if small else (range(4), ((), OFFLOAD_KINDS))
     plans = {f"one {kind} rank, ZeRO {zero}": one_group(exact, zero=zero) for zero in zeros}
-    (found,) = run_forked(_train_all, 1, kind, exact, list(plans.values()), timeout_s=record.left_s)
+    (found,) = run_forked(_train_all, 1, kind, exact, list(plans.values()), timeout_s=record.patience_s)
     for name, outcome in zip(plans, found, strict=True):
         record.check(f"{name}, equals the CPU", not (missed := outcome.misses(expected)), missed)
     shared = {
@@ -66,7 +66,7 @@ def run_scenes(record: Record) -> None:
         for offload in offloads
     }
     for name, (plan, kinds) in (shared | beside).items():
-        outcome, *_ = run_forked(_train_mixed, 3, kinds, exact, plan, timeout_s=record.left_s)
+        outcome, *_ = run_forked(_train_mixed, 3, kinds, exact, plan, timeout_s=record.patience_s)
         record.check(f"{name}, equals the CPU", not (missed := outcome.misses(expected)), missed)
     _compare_memory(record)
 
@@ -90,7 +90,9 @@ def _compare_dtypes(record: Record) -> None:
     base = TINY if record.is_small else Training(num_layers=4)
     dtypes = (torch.bfloat16,) if record.is_small else (torch.bfloat16, None, torch.float16)
     cases = [(dtype, zero) for dtype in dtypes for zero in ((2,) if record.is_small else range(4))]
-    (found,) = run_forked(_find_differences, 1, record.settings.device, base, cases, timeout_s=record.left_s)
+    (found,) = run_forked(
+        _find_differences, 1, record.settings.device, base, cases, timeout_s=record.patience_s
+    )
     for (dtype, zero), difference in zip(cases, found, strict=True):
         record.check(
             f"offloading changes no bit: {dtype or torch.float32}, ZeRO {zero}", not difference, difference
@@ -120,7 +122,7 @@ def _compare_memory(record: Record) -> None:
     plans = [one_group(_LARGE, offload=offload, num_ministages=6) for offload in ((), OFFLOAD_KINDS)]
     # Apart, so that the allocator of one is not the other's.
     peaks = [
-        run_forked(_train_all, 1, record.settings.device, _LARGE, [plan], timeout_s=record.left_s)[0][
+        run_forked(_train_all, 1, record.settings.device, _LARGE, [plan], timeout_s=record.patience_s)[0][
             0
         ].peak_bytes
         for plan in plans

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime.alarm import stall
 from zorselike.schedule.actions import Action
 
 from ...bench.forked import run_forked
@@ -23,6 +24,8 @@ from .part import Record, SkipPart
 from .training import TINY, Outcome, Training, device_of, in_line, one_group, train, train_alone
 
 _CPU_RANKS = 3
+_STALL_S = 20.0
+"""At one place for so long, in steps of milliseconds, a rank hangs."""
 _PORTS = {"edges": 1, "sleeps": 2, "capped": 3}
 """Beside torchrun's own port, one for each part: keys of a store are used once."""
 
@@ -97,7 +100,7 @@ def _run(record: Record, name: str, fn: Callable[..., Any], *args: Any) -> list[
     """By rank: forked here, or this very process where torchrun has started one for each card."""
     kind = record.settings.device
     if "WORLD_SIZE" not in os.environ:
-        return run_forked(fn, _count_ranks(record), kind, *args, timeout_s=record.left_s)
+        return run_forked(fn, _count_ranks(record), kind, *args, timeout_s=record.patience_s)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + _PORTS[name]
     wait = timedelta(seconds=record.left_s)
@@ -110,12 +113,17 @@ def _run(record: Record, name: str, fn: Callable[..., Any], *args: Any) -> list[
 
 
 def _local_device(kind: str, rank: int) -> torch.device:
+    """This rank's; from now on it says on the page early where it hangs."""
+    stall.LIMIT_S = _STALL_S
     return device_of(kind, int(os.environ.get("LOCAL_RANK", rank)))
 
 
 def _train_all(rank: int, kind: str, training: Training, plans: dict[str, Any]) -> list[Outcome]:
     device = _local_device(kind, rank)
-    found = [train(training, plan, device) for plan in plans.values()]
+    found = []
+    for name, plan in plans.items():
+        print(f"rank {rank} begins: {name}", flush=True)  # The last one hangs, if any.
+        found.append(train(training, plan, device))
     return [*found, train_alone(training)] if rank == 0 else found
 
 

@@ -69,7 +69,7 @@ def run_smoke(record: Record) -> None:
     """Resident and everything offloaded are equal, finite, and the third step waits for nothing."""
     training = TINY if record.is_small else Training(dtype=torch.bfloat16, num_steps=3)
     ((found, waits, reports),) = run_forked(
-        _run, 1, record.settings.device, training, timeout_s=record.left_s - 3.0
+        _run, 1, record.settings.device, training, timeout_s=record.patience_s
     )
     record.put("waits", waits)
     resident, offloaded = found

@@ -44,12 +44,13 @@ def run_part(
     if child == 0:
         _live(part, settings, limit_s, found_path, log_path)
     code: int | None = None
-    stack, next_s = "", begin_s + 1.0
+    stack, log_ends, next_s = "", None, begin_s + 1.0
     while code is None:
         pid, state = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(state)
         elif (now_s := time.monotonic()) - begin_s > limit_s:
+            log_ends = log_path.stat().st_size
             stack = _end(child, log_path)
             _, state = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(state)
@@ -66,7 +67,7 @@ def run_part(
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         found |= {"status": "failed", "reason": f"its process {how}"}
     if found["status"] in ("failed", "timed out"):
-        found["log"] = _read_log(log_path)[-_LOG_CHARACTERS:]
+        found["log"] = _read_log(log_path, stop=log_ends)[-_LOG_CHARACTERS:]
     return _describe(part, limit_s, begin_s, found)
 
 
@@ -90,8 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
     )
 
 
-def _read_log(path: Path, start: int = 0) -> str:
-    return path.read_bytes()[start:].decode(errors="replace")
+def _read_log(path: Path, start: int = 0, stop: int | None = None) -> str:
+    return path.read_bytes()[start:stop].decode(errors="replace")
 
 
 # -- the part's process ---------------------------------------------------------------------
