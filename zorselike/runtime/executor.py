@@ -165,10 +165,7 @@ class Executor:
             self._resources.random.begin(self._own[number].start if run.train else None)
         kwargs = run.batch.kwargs(number, self._parts[index].accepts)
         carries_grad = [spec.requires_grad for spec in run.boundaries[index].tensors]
-        told: AbstractContextManager[None] = nullcontext()
-        if self._streams.is_concurrent:  # A host that computes by itself waits for nothing when it looks.
-            told = telling_of_rows(run.batch.holds_documents(number), run.batch.holds_padding(number))
-        with _grad_mode(trains), ministage.keeping(number, train=trains), told:
+        with _grad_mode(trains), ministage.keeping(number, train=trains), self._telling(number, run):
             inputs = self._inputs(index, number, run)
             with self._busy.running():
                 outputs = ministage.forward(number, inputs, carries_grad, kwargs, train=trains)
@@ -186,6 +183,12 @@ class Executor:
         if trains:
             ministage.keep_outputs(number, tensors)
         self._pass_on(Kind.F, index + 1, number, tensors, run)
+
+    def _telling(self, number: int, run: _Run) -> AbstractContextManager[None]:
+        """For what a microbatch computes, and computes again."""
+        if not self._streams.is_concurrent:  # A host that computes by itself waits for nothing when it looks.
+            return nullcontext()
+        return telling_of_rows(run.batch.holds_documents(number), run.batch.holds_padding(number))
 
     def _inputs(self, index: int, number: int, run: _Run) -> Tensors:
         if index == 0:
@@ -207,7 +210,7 @@ class Executor:
         # All is sent. Its graph would keep the stream of a forward for gradients that a reduction gives.
         run.produced = None
         output_grads = self._output_grads(index, number, run)
-        with self._busy.running():
+        with self._busy.running(), self._telling(number, run):
             input_grads = ministage.backward(number, output_grads)
         if index > self._lowest_backward:
             grads = tuple(grad for grad in input_grads if grad is not None)

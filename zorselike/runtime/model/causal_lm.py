@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from zorselike.errors import ConfigError
 from zorselike.runtime.model.pruning import join
 
 _OFFERS = (
@@ -30,14 +32,24 @@ _LOOKS = "find_packed_sequence_indices"
 _SKIPS = "_ignore_causal_mask_sdpa"
 """Of the same: whether rows are attended to as if there were no mask, given that mask first."""
 
+_FLASH_LOOKS = "_is_packed_sequence"
+"""Of `transformers.modeling_flash_attention_utils`: whether a batch, which must be of one row, holds several
+documents."""
+
 
 @contextmanager
 def telling_of_rows(are_packed: bool | None, are_padded: bool | None) -> Iterator[None]:
     """Inside, models of `transformers` hear whether rows hold several documents each, and whether their
     attention mask leaves tokens out. They would look into position ids and mask before they make a mask of
-    their own, and a host would wait for its GPU in every forward. None: they look."""
+    their own, or in each layer, and a host would wait for its GPU in every forward. None: they look.
+
+    Raises `ConfigError` inside where flash attention is given documents in several rows: it keeps them apart
+    in a row alone, and so what a step comes to would depend on the plan's microbatches.
+    """
     masks: Any = sys.modules.get("transformers.masking_utils")
+    flash: Any = sys.modules.get("transformers.modeling_flash_attention_utils")
     looks, skips = getattr(masks, _LOOKS, None), getattr(masks, _SKIPS, None)
+    flash_looks = getattr(flash, _FLASH_LOOKS, None)
 
     def tell_packed(position_ids: Tensor) -> Tensor | None:
         if not are_packed:
@@ -51,17 +63,39 @@ def telling_of_rows(are_packed: bool | None, are_padded: bool | None) -> Iterato
         assert skips is not None
         return skips(None, *lengths, **named_lengths)
 
-    if looks is not None and are_packed is not None:
-        setattr(masks, _LOOKS, tell_packed)
-    if skips is not None and are_padded is not None:
-        setattr(masks, _SKIPS, tell_padded)
+    answers = [
+        (masks, _LOOKS, looks, tell_packed if are_packed is not None else looks),
+        (masks, _SKIPS, skips, tell_padded if are_padded is not None else skips),
+        (flash, _FLASH_LOOKS, flash_looks, _flash_answer(are_packed, flash_looks)),
+    ]
+    answers = [entry for entry in answers if entry[2] is not None]
+    for module, name, _, answer in answers:
+        setattr(module, name, answer)
     try:
         yield
     finally:
-        if looks is not None:
-            setattr(masks, _LOOKS, looks)
-        if skips is not None:
-            setattr(masks, _SKIPS, skips)
+        for module, name, own, _ in answers:
+            setattr(module, name, own)
+
+
+@cache
+def _flash_answer(are_packed: bool | None, looks: Any) -> Any:
+    """In the place of `looks`; one for each answer, so that `torch.compile` knows it again."""
+
+    def tell(position_ids: Tensor | None, batch_size: int) -> bool:
+        found = are_packed
+        if found is None:
+            is_flat = position_ids is None or position_ids.dim() == 2  # One row of it, or one for each.
+            found = bool(looks(position_ids, 1 if is_flat else batch_size))
+        if found and batch_size > 1:
+            raise ConfigError(
+                "position_ids: rows hold several documents each, and flash attention of transformers keeps "
+                f"these apart in microbatches of one row, not of {batch_size}; take attention by sdpa or "
+                "flex_attention, or plan microbatches of one row"
+            )
+        return found
+
+    return tell
 
 
 def keep_rotations(fake: nn.Module) -> None:
@@ -73,6 +107,17 @@ def keep_rotations(fake: nn.Module) -> None:
             module.rope_type = {layers: _still(one) for layers, one in kind.items()}  # type: ignore[assignment]
         elif isinstance(kind, str):
             module.rope_type = _still(kind)  # type: ignore[assignment]
+
+
+def attend_plainly(fake: nn.Module) -> None:
+    """Lets a model's copy on fake tensors compute attention by what is no kernel for a GPU, as flash and flex
+    attention are: these look into masks, of which no fake one says anything, or refuse what is on a CPU, as
+    fake tensors are. Shapes are the same."""
+    for module in fake.modules():
+        config: Any = getattr(module, "config", None)
+        attention = getattr(config, "_attn_implementation", None) or ""
+        if "flash" in attention or "flex" in attention:
+            config._attn_implementation = "sdpa"
 
 
 def _still(kind: str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
-from zorselike.runtime.model.causal_lm import find_decoder, is_causal_lm, keep_rotations
+from zorselike.runtime.model.causal_lm import attend_plainly, find_decoder, is_causal_lm, keep_rotations
 from zorselike.runtime.model.decoder_part import MinistageForward, make_ministage
 from zorselike.runtime.model.decoder_probe import (
     Flow,
@@ -205,6 +205,7 @@ class _DecoderSkeleton(Skeleton):
         probed, self.forms = with_one_layer_of_each_class(model, decoder)
         (fake,) = fake_copies([probed], self.mode)
         keep_rotations(fake)
+        attend_plainly(fake)
         fake.eval()  # In training some families leave out layers at random.
         config: Any = fake.config
         if getattr(config, "_experts_implementation", None) is not None:
@@ -234,6 +235,7 @@ class _DecoderSkeleton(Skeleton):
         super().make_copies(model, modules)
         for copy in (self.whole, *self.parts):
             keep_rotations(copy)
+            attend_plainly(copy)
 
     def require_cuts(self, flow: Flow) -> None:
         """Raises `CannotCut` where more than hidden states would have to cross."""
