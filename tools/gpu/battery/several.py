@@ -90,10 +90,15 @@ def _count_ranks(record: Record) -> int:
         return int(os.environ["WORLD_SIZE"])
     if record.settings.device == "cpu":
         return _CPU_RANKS
-    found = torch.cuda.device_count()
+    # Where there is no NVML, who counts has touched CUDA, and none whom it forks afterwards may.
+    (found,) = run_forked(_count_cards, 1)
     if found < 2:
         raise SkipPart(f"needs two cards, this machine has {found}: NCCL refuses two ranks on one")
     return min(found, 8)
+
+
+def _count_cards(rank: int) -> int:
+    return torch.cuda.device_count()
 
 
 def _run(record: Record, name: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
