@@ -16,7 +16,8 @@ replicas and without.
 
 With `--budgets` twelve questions of 2 to 128 cards are each searched for 10, 30 and 600 s on all cores, as
 `zorselike plan` does: how much worse is the plan found in little time than the best, and is one ever worse
-with more time? With `--growth` one question is asked of 100 to 10,000 cards of eight types in ten regions.
+with more time? With `--desks` besides, ten questions of one or two machines with 2 to 5 unlike cards in their
+place. With `--growth` one question is asked of 100 to 10,000 cards of eight types in ten regions.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from tools.bench.budgets import (
 )
 from tools.bench.degrees import HEADING, QUESTIONS, find_worths, format_worth
 from tools.bench.degrees import list_misses as list_degree_misses
+from tools.bench.desks import list_desk_questions
 from tools.bench.growth import (
     HEADER as GROWTH_HEADER,
 )
@@ -132,6 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--budgets", action="store_true", help="what is found in 10 and 30 s, beside the best"
     )
+    parser.add_argument("--desks", action="store_true", help="a few unlike cards each, with --budgets")
     parser.add_argument("--growth", action="store_true", help="100 to 10,000 cards in ten regions")
     parser.add_argument(
         "--clusters", type=positive, default=12, metavar="N", help="of the twelve, with --budgets"
@@ -200,7 +203,8 @@ def follow_budgets(options: argparse.Namespace) -> int:
     and never worse with more."""
     zorse = None if options.data is None else partial(make_zorse, find_folder(options.data))
     workers = options.workers or (1 if options.by_processor else count_cores())
-    questions = choose_named(list_questions(zorse), options.only)[: options.clusters]
+    asked = list_desk_questions() if options.desks else list_questions(zorse)
+    questions = choose_named(asked, options.only)[: options.clusters]
     courses: list[Course] = []
     print(
         f"{'question':<28}{'GPUs':>5}{'used':>6}{'budget':>9}{'step s':>10}{'money':>10}{'ratio':>8}"

@@ -15,6 +15,7 @@ from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.choice import Choice, GroupChoice
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import list_families
 from zorselike.planner.candidate.to_plan import make_plan
@@ -25,7 +26,6 @@ from zorselike.planner.groups.candidates import find_groupings
 from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
-from zorselike.planner.search.choice import Choice, GroupChoice
 from zorselike.simulator.simulated_plan import SimulatedPlan
 
 TYPES = ("A100-40", "T4", "V100-16", "A10G", "H100-SXM")

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import volume
 
+from tools.bench.desks import list_desk_questions
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
@@ -70,6 +71,15 @@ def test_questions_are_drawn_within_their_limits_and_are_askable(seed: int) -> N
         for kind in problem.workload.kinds:
             assert clock.forward_s(kind, problem.cluster.device_type(place), 1, "none") >= 0
     assert find_ideal_s(problem) > 0
+
+
+def test_questions_about_a_few_cards_are_askable() -> None:
+    asked = list_desk_questions()
+    assert len({question.name for question in asked}) == len(asked)
+    for question in asked:
+        problem = question.make()
+        problem.check()
+        assert 2 <= len(problem.usable) <= 5
 
 
 def test_questions_differ_in_all_that_planners_must_bear() -> None:

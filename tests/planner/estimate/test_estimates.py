@@ -14,10 +14,10 @@ from searched_problems import Bench, check_times, draw_problem, make_decoder, si
 from zorselike.cost.purposes import Purpose
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.choice import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.candidate.to_plan import make_plan
 from zorselike.planner.problem import Fixed
-from zorselike.planner.search.choice import Choice, GroupChoice, list_microbatch_counts
 from zorselike.planner.search.neighbours import change_choice, move_layers, move_rows
 from zorselike.schedule.orders.in_flight import LowBoundError, least_in_flight
 

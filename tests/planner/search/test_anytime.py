@@ -13,11 +13,11 @@ from searched_problems import draw_problem, make_decoder
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.baselines.even import find_even
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.choice import Choice
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import search
 from zorselike.planner.search.budget import BudgetOverError, SearchBudget
-from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.enumerator import NAMED_TURN, Refinements
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.paying import PAYS, choose_paying, describe_unused

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.choice import Choice
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.evaluator import EstimatedCandidate
 from zorselike.planner.search.found import FoundCandidates
 from zorselike.planner.search.local_search import _Waiting

@@ -16,12 +16,12 @@ from searched_problems import draw_problem, make_decoder
 from zorselike.cli.assumed_profile import assume_profile
 from zorselike.plan.cluster.cluster import Cluster, Link, Node
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
+from zorselike.planner.candidate.choice import Choice, GroupChoice
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import local_search, search
 from zorselike.planner.search.budget import TINY_ACTIONS
-from zorselike.planner.search.choice import Choice
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.neighbours import (
@@ -33,9 +33,10 @@ from zorselike.planner.search.neighbours import (
     move_groups,
     move_layer,
 )
+from zorselike.planner.search.refiner import Refiner
 from zorselike.planner.search.top_k import NEAR, _Task
 
-from planner_oracle.workloads import Decoder, make_workload
+from planner_oracle.workloads import REAL_DECODERS, Decoder, make_workload
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_of_a_family_two_modes_that_are_no_better_are_enough(
     now = start.choice.groups[0].mode
     monkeypatch.setattr(evaluator, "try_choice", lambda choice, *_: tried.append(choice.groups[0].mode))
     monkeypatch.setattr(evaluator, "is_too_slow", lambda choice: would_fit)
-    assert all(own is start for own in evaluator._improve_mode(start, [0]))
+    assert all(own is start for own in Refiner(looking._problem, evaluator)._improve_mode(start, [0]))
     numbers = [sum(mode in family for mode in tried) for family in evaluator.families]
     of_its_own = next(family for family in evaluator.families if now in family)
     assert max(numbers) == (2 if would_fit else len(of_its_own) - 1)
@@ -163,7 +164,7 @@ def test_a_refined_grouping_is_in_the_best_order_that_one_move_leads_to() -> Non
     problem = device_problems.make_problem(*nodes, global_batch=48, fixed=fixed)
     evaluator = search._Search(problem, 100.0, 0, None)._evaluator
     (start, *_) = CoarseSearch(evaluator, ((0,), (1, 2), (3, 4), (5, 6), (7,)), "by node").run()
-    best = [start, *evaluator.refine(start)][-1]
+    best = [start, *Refiner(problem, evaluator).refine(start)][-1]
     moved = [evaluator.try_choice(own, "") for own in move_groups(best.choice, evaluator.node_kinds)]
     assert any(moved) and all(found is None or not found.score < best.score for found in moved)
 
@@ -179,7 +180,7 @@ def test_what_is_tied_stays_with_one_group_where_the_wires_are_slow() -> None:
     )
     evaluator = search._Search(problem, 100.0, 0, None)._evaluator
     (first, *_) = CoarseSearch(evaluator, ((0,), (1,)), "two").run()
-    *_, best = evaluator.refine(first)
+    *_, best = Refiner(problem, evaluator).refine(first)
     owners = best.candidate.owners
     assert {*owners} == {0, 1} and owners[0] == owners[-1]
 
@@ -219,6 +220,54 @@ def test_modes_of_few_devices_change_with_the_same_layers_and_rows(looking: sear
             assert sum(own.mode != before.mode for own, before in pairs) == 1
             assert [own.mode for own in found.choice.groups] == [own.mode for own, _ in pairs]
     assert len(kept) > 5
+
+
+@pytest.fixture
+def desk() -> PlanProblem:
+    """Two unlike cards in one machine, and a model that is too large for either."""
+    node = Node(
+        name="desk",
+        devices=("RTX3090", "RTX3070"),
+        fabric=Link(6e9),
+        host_link=Link(12e9),
+        host_memory_bytes=2**36,
+    )
+    shape = next(own for own in REAL_DECODERS if own.name == "llama 1b")
+    workload = make_workload(shape, sequence_length=2048, dtype="bfloat16")
+    return PlanProblem(
+        workload=workload,
+        cluster=Cluster(nodes=(node,)),
+        profile=assume_profile(workload),
+        global_batch=32,
+    )
+
+
+def test_of_few_devices_modes_are_found_that_more_ministages_alone_have_room_for(desk: PlanProblem) -> None:
+    """The smaller card kept nothing in eight ministages; in eleven it keeps its activations on the host."""
+    evaluator = search._Search(desk, 100.0, 0, None)._evaluator
+    modes = Mode(recompute="layer"), Mode(recompute="layer", offload=("optimizer", "activations"))
+    groups = tuple(GroupChoice((device,), mode, 32) for device, mode in enumerate(modes))
+    start = evaluator.try_choice(Choice(groups, 8), "by node")
+    assert start is not None
+    refiner = Refiner(desk, evaluator)
+    *_, before = refiner._change_modes_of_kinds(start)
+    *_, best = refiner._change_modes_and_ministages(before)
+    assert best.score.wanted < 0.9 * before.score.wanted and best.choice.num_ministages > 8
+    assert [group.mode.recompute for group in best.choice.groups] == ["layer", "none"]
+
+
+def test_one_stage_alone_is_tried_in_groups_of_one_device(desk: PlanProblem) -> None:
+    """Lower ones shard nothing there either, and keep gathered what ZeRO 2 lets go."""
+    evaluator = search._Search(desk, 100.0, 0, None)._evaluator
+    for zero in (0, 1, 2):
+        mode = Mode(zero=zero, recompute="layer", offload=("activations",))
+        alone = evaluator.try_choice(Choice.alike(((0,), (1,)), mode, 32, 9), "by node")
+        assert alone is not None and [group.mode.zero for group in alone.candidate.groups] == [2, 2]
+    both = Choice.alike(((0, 1),), Mode(zero=1, offload=("optimizer",)), 32, 9)
+    assert evaluator.shard_alone(both) == both
+    fixed = search._Search(replace(desk, fixed=Fixed(zero=0)), 100.0, 0, None)._evaluator
+    kept = Choice.alike(((0,), (1,)), Mode(zero=0), 32, 9)
+    assert fixed.shard_alone(kept) == kept
 
 
 def test_some_groups_offload_where_hosts_have_no_room_for_all() -> None:

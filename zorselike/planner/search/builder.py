@@ -11,6 +11,7 @@ from itertools import combinations
 
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
+from zorselike.planner.candidate.choice import Choice, GroupChoice
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.estimate.communicators import Communicators
@@ -21,7 +22,6 @@ from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import shorten_first, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
-from zorselike.planner.search.choice import Choice, GroupChoice
 
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""

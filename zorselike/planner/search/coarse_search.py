@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 
+from zorselike.planner.candidate.choice import IN_FLIGHT_FACTORS, Choice, Groups
 from zorselike.planner.candidate.modes import Family, Mode
-from zorselike.planner.search.choice import Choice, Groups
-from zorselike.planner.search.evaluator import IN_FLIGHT_FACTORS, CandidateEvaluator, EstimatedCandidate
+from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 
 _FIRST_MICROBATCHES = (8, 24)
 _FEW_MICROBATCHES = (1, 2, 4)

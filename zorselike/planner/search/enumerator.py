@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf, isfinite
 
+from zorselike.planner.candidate.choice import Groups
 from zorselike.planner.devices.bounds import DeviceBounds
 from zorselike.planner.devices.choose import DeviceSet
 from zorselike.planner.groups.bandwidths import Bandwidths
@@ -15,10 +16,10 @@ from zorselike.planner.groups.order import order_by_bandwidth, order_groups
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
 from zorselike.planner.search.builder import FEW_DEVICES
-from zorselike.planner.search.choice import Groups
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.found import FoundCandidates
+from zorselike.planner.search.refiner import Refiner
 
 WORTH_SIMULATING = 1.3
 """Times the best estimate that a set of devices may take at best to be looked at; and times what it came from
@@ -252,6 +253,7 @@ class Refinements:
         found: FoundCandidates,
     ) -> None:
         self._problem, self._evaluator, self._looks, self._found = problem, evaluator, looks, found
+        self._refiner = Refiner(problem, evaluator)
         self._begun: list[_Refinement] = []
         self._next: _Refinement | None = None
         self._spent_s, self._num_done = 0.0, 0
@@ -302,7 +304,7 @@ class Refinements:
     def _refine(self, start: EstimatedCandidate, devices: DeviceSet) -> Iterator[EstimatedCandidate]:
         """One decision after the other, then the groups in other orders, and the best of these again."""
         best = start
-        for best in self._evaluator.refine(start):
+        for best in self._refiner.refine(start):
             yield best
         groups = tuple(group.devices for group in best.choice.groups)
         if self._problem.fixed.groups is not None or len(groups) == 1:
@@ -316,7 +318,7 @@ class Refinements:
                 yield found
                 reordered = min(reordered, found, key=lambda estimated: estimated.score)
         if reordered is not best:
-            yield from self._evaluator.refine(reordered)
+            yield from self._refiner.refine(reordered)
 
 
 def _take_best(coarse: list[EstimatedCandidate], number: int) -> list[EstimatedCandidate]:

@@ -1,26 +1,28 @@
-"""Choices built and estimated, each once; and the best of a grouping changed one decision after the other."""
+"""Choices built and estimated, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.choice import (
+    Choice,
+    Groups,
+    list_microbatch_counts,
+)
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
-from zorselike.planner.search.choice import Choice, Groups, find_nearest, list_microbatch_counts
 from zorselike.planner.search.neighbours import (
     LayerMove,
     change_degrees,
-    drop_nodes,
-    move_groups,
     move_layer,
 )
 from zorselike.planner.search.score import WORST, Score, score
@@ -35,14 +37,8 @@ _FEW_LAYERS = 12
 WORTH_MOVING = 1e-3
 """Share of a step that moving a layer has to save, by estimates: they do not know that groups wait for each
 other where last ministages go forward and backward in turn and begin at different times."""
-FIRST_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)
-"""Layers of a group's first ministage, in those of an even part."""
-IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
-"""Microbatches in flight, in those that 1F1B needs."""
 _MOST_COMPUTATIONS = 4_000
 """Of all groups that return to their ministages; ordering them takes about 5 us each."""
-_MISSES = 2
-"""Numbers in a row that are no better, after which none further on is tried."""
 _MINISTAGES_PER_GROUP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
@@ -62,10 +58,6 @@ class EstimatedCandidate:
         return [
             g for g, (chosen, own) in pairs if chosen.mode.overlap_grad_reduce > own.mode.overlap_grad_reduce
         ]
-
-
-_Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
-"""Yields the best after everything that is tried, and returns the last."""
 
 
 class CandidateEvaluator:
@@ -110,6 +102,7 @@ class CandidateEvaluator:
         """The candidate and its estimate; None where it does not fit, or ranks no better than `limit`."""
         if self._problem.fixed.tensor_parallel is not None:
             choice = self._keep_degrees(choice)
+        choice = self.shard_alone(choice)
         if choice in self._found:
             return self._found[choice]
         if self._is_idle(choice):
@@ -149,6 +142,15 @@ class CandidateEvaluator:
             degrees = self._problem.first_degrees(group.devices)
             if degrees != group.degrees:
                 choice = choice.change(g, degrees=degrees)
+        return choice
+
+    def shard_alone(self, choice: Choice) -> Choice:
+        """With ZeRO 2 in groups of one replica: lower stages take as long there, and more memory."""
+        for g, group in enumerate(choice.groups):
+            sharded = replace(group.mode, zero=max(2, group.mode.zero))
+            is_other = sharded != group.mode and sharded in self.modes and not choice.returns
+            if is_other and self.count_replicas(group.devices, group.degrees) == 1:
+                choice = choice.change(g, mode=sharded)
         return choice
 
     def nominal_of(self, num_devices: int) -> float:
@@ -228,6 +230,10 @@ class CandidateEvaluator:
         """Whether it would not have been better than its limit, if it fitted."""
         return self._too_slow.get(choice, WORST) < WORST
 
+    def is_beaten(self, choice: Choice) -> bool:
+        """Of what was no better than its limit: whether it fits, or would be no better if it did."""
+        return self.is_too_slow(choice) or self._found.get(choice) is not None
+
     def move_layers(self, best: EstimatedCandidate, moves: Sequence[LayerMove]) -> EstimatedCandidate:
         """With layers moved from ministage to ministage for as long as estimates get better. They are shared
         out so that the slowest group is fastest, and evenly among the ministages of a group; but others wait
@@ -281,6 +287,10 @@ class CandidateEvaluator:
         most = max((degree for degrees in found for degree in degrees), default=1)
         return tuple(degree for degree in DEGREES if degree <= most)
 
+    def list_degrees(self, choice: Choice, own: Sequence[int]) -> Iterator[Choice]:
+        """As `change_degrees`."""
+        return change_degrees(choice, own, self._problem.replicas, self._problem.global_batch)
+
     def count_replicas(self, devices: tuple[int, ...], degrees: Degrees) -> int:
         """Of a group of these devices."""
         return len(self._problem.replicas.cut(devices, degrees)) if degrees else len(devices)
@@ -288,196 +298,6 @@ class CandidateEvaluator:
     def list_microbatch_counts(self, num_replicas: int) -> tuple[int, ...]:
         """Numbers of microbatches of a replica worth trying, rising, in a group of so many."""
         return list_microbatch_counts(-(-self._problem.global_batch // num_replicas))
-
-    # -- the best of a grouping ------------------------------------------------------------
-
-    def refine(self, estimated: EstimatedCandidate) -> Iterator[EstimatedCandidate]:
-        """One decision after the other, while each is better: the best after everything that is tried. What
-        gains most for its time comes first, until it gains nothing more (variable neighbourhood descent;
-        Mladenovic, Hansen 1997)."""
-        most_gain = (
-            self._change_microbatches,
-            self._change_ministages,
-            self._change_microbatches_of_kinds,
-            self._change_modes_of_kinds,
-        )
-        others = (
-            self._move_groups,
-            self._change_first_ministages,
-            self._change_in_flight,
-            self._change_group_microbatches,
-            self._change_modes,
-            self._drop_nodes,
-            self._change_degrees,
-        )
-        best = estimated
-        while True:
-            before = best
-            for steps in (most_gain, others):
-                for step in steps:
-                    best = yield from step(best)
-                if best.score < before.score:
-                    break
-            else:
-                return
-
-    def _improve(self, best: EstimatedCandidate, choices: Iterable[Choice]) -> _Refining:
-        for choice in choices:
-            found = self.try_choice(choice, best.grouping, best.score)
-            if found is not None and found.score < best.score:
-                best = found
-            yield best
-        return best
-
-    def _change_microbatches(self, best: EstimatedCandidate) -> _Refining:
-        """Microbatches of all groups together, up and down from where they are while that helps."""
-        groups = best.choice.groups
-        fewest = min(self.count_replicas(group.devices, group.degrees) for group in groups)
-        counts = self.list_microbatch_counts(fewest)
-        choices = [
-            replace(
-                best.choice, groups=tuple(replace(group, microbatches_per_device=number) for group in groups)
-            )
-            for number in counts
-        ]
-        return (
-            yield from self._walk(
-                best, choices, find_nearest(counts, max(g.microbatches_per_device for g in groups))
-            )
-        )
-
-    def _walk(self, best: EstimatedCandidate, choices: Sequence[Choice], position: int) -> _Refining:
-        """Up and down from a position, until so many in a row are no better."""
-        for way in (1, -1):
-            at, missed = position + way, 0
-            while 0 <= at < len(choices) and missed < _MISSES:
-                found = yield from self._improve(best, [choices[at]])
-                missed = missed + 1 if found is best else 0
-                best, at = found, at + way
-        return best
-
-    def _change_ministages(self, best: EstimatedCandidate) -> _Refining:
-        counts = self.list_num_ministages(len(best.choice.groups))
-        choices = [Choice(best.choice.groups, number) for number in counts]
-        return (yield from self._walk(best, choices, find_nearest(counts, best.choice.num_ministages)))
-
-    def _change_first_ministages(self, best: EstimatedCandidate) -> _Refining:
-        """Shorter first ministages of single groups, which others wait for less."""
-        num_groups = len(best.choice.groups)
-        for g in range(min(num_groups - 1, best.choice.num_ministages - num_groups)):
-            now = find_nearest(FIRST_SHARES, best.choice.groups[g].first_share)
-            choices = [best.choice.change(g, first_share=share) for share in FIRST_SHARES]
-            best = yield from self._walk(best, choices, now)
-        return best
-
-    def _change_in_flight(self, best: EstimatedCandidate) -> _Refining:
-        """More or fewer microbatches in flight, with the fewest ministages; where that is worth while, with
-        more ministages and the factor that was best."""
-        num_groups = len(best.choice.groups)
-        if num_groups == 1:
-            return best
-        counts = self.list_num_ministages(num_groups)
-        now = best.choice
-        choices = [now.bound(factor, counts[0]) for factor in (None, *IN_FLIGHT_FACTORS)]
-        if now.returns:
-            choices += [now.bound(factor, now.num_ministages) for factor in IN_FLIGHT_FACTORS]
-        best = yield from self._improve(best, choices)
-        now = best.choice
-        if now.in_flight_factor is None:
-            return best
-        more = [now.bound(now.in_flight_factor, number) for number in counts]
-        return (yield from self._walk(best, more, find_nearest(counts, now.num_ministages)))
-
-    def _change_degrees(self, best: EstimatedCandidate) -> _Refining:
-        """Other tensor-parallel degrees of all groups, and of those that are alike."""
-        if self._problem.fixed.tensor_parallel is not None:
-            return best
-        kinds = self._list_alike(best.choice)
-        for own in ([g for kind in kinds for g in kind], *(kinds if len(kinds) > 1 else ())):
-            best = yield from self._improve(best, self.list_degrees(best.choice, own))
-        return best
-
-    def list_degrees(self, choice: Choice, own: Sequence[int]) -> Iterator[Choice]:
-        """As `change_degrees`."""
-        return change_degrees(choice, own, self._problem.replicas, self._problem.global_batch)
-
-    def _list_alike(self, choice: Choice) -> list[list[int]]:
-        """Groups with as many devices of the same kinds, together: what is better for one of them mostly is
-        so for the others, and a pipeline is as slow as its slowest group."""
-        alike: dict[object, list[int]] = {}
-        for g, group in enumerate(choice.groups):
-            kinds = tuple(self.node_kinds[device] for device in group.devices)
-            alike.setdefault((kinds, group.degrees), []).append(g)
-        return [*alike.values()]
-
-    def _change_modes_of_kinds(self, best: EstimatedCandidate) -> _Refining:
-        """The mode of all groups that are alike, to one that comes before the present one or soon after."""
-        for own in self._list_alike(best.choice):
-            best = yield from self._improve_mode(best, own)
-        return best
-
-    def _change_modes(self, best: EstimatedCandidate) -> _Refining:
-        """The same of each of several groups that are alike by itself; and without waiting for reductions."""
-        for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
-            best = yield from self._improve_mode(best, [g])
-        return (yield from self._improve(best, list_without_waiting(best)))
-
-    def _improve_mode(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
-        """Modes of some groups: the first few of each family up to the next, and all of the present one; of
-        each until so many in a row would be no better if they fitted."""
-        now = best.choice.groups[own[0]].mode
-        at = next(i for i, family in enumerate(self.families) if now in family)
-        for i, family in enumerate(self.families[: at + 2]):
-            missed = 0
-            for mode in family if i == at else family[:4]:
-                if mode == now:
-                    continue
-                choice = best.choice.change_all(own, mode=mode)
-                found = yield from self._improve(best, [choice])
-                is_slow = self.is_too_slow(choice) or self._found.get(choice) is not None
-                missed = 0 if found is not best else missed + is_slow
-                best = found
-                if missed == _MISSES:
-                    break
-        return best
-
-    def _change_microbatches_of_kinds(self, best: EstimatedCandidate) -> _Refining:
-        """A few more or fewer microbatches of all groups that are alike."""
-        for own in self._list_alike(best.choice):
-            best = yield from self._improve_microbatches(best, own)
-        return best
-
-    def _change_group_microbatches(self, best: EstimatedCandidate) -> _Refining:
-        """The same of each of several groups that are alike by itself."""
-        for g in [g for own in self._list_alike(best.choice) if len(own) > 1 for g in own]:
-            best = yield from self._improve_microbatches(best, [g])
-        return best
-
-    def _improve_microbatches(self, best: EstimatedCandidate, own: Sequence[int]) -> _Refining:
-        group = best.choice.groups[own[0]]
-        counts = self.list_microbatch_counts(self.count_replicas(group.devices, group.degrees))
-        position = find_nearest(counts, group.microbatches_per_device)
-        near = [counts[i] for i in (position - 1, position + 1) if 0 <= i < len(counts)]
-        choices = (best.choice.change_all(own, microbatches_per_device=number) for number in near)
-        return (yield from self._improve(best, choices))
-
-    def _move_groups(self, best: EstimatedCandidate) -> _Refining:
-        """One group earlier or later: what holds most microbatches, or waits for large ones, makes more of a
-        difference than the bandwidth that the paper's order goes by."""
-        if self._problem.fixed.groups is not None:
-            return best
-        return (yield from self._improve(best, move_groups(best.choice, self.node_kinds)))
-
-    def _drop_nodes(self, best: EstimatedCandidate) -> _Refining:
-        """Without some nodes, or groups, that cost more than they add."""
-        if self._problem.fixed.groups is not None:
-            return best
-        num_layers = len(self._problem.workload.layers)
-        choices = drop_nodes(best.choice, self._problem.nodes, self.node_kinds, num_layers)
-        fixed = self._problem.fixed.ministages
-        return (
-            yield from self._improve(best, (own for own in choices if fixed in (None, own.num_ministages)))
-        )
 
 
 def list_without_waiting(estimated: EstimatedCandidate) -> list[Choice]:

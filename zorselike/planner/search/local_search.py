@@ -11,6 +11,7 @@ from itertools import islice
 from math import inf
 
 from zorselike.planner.candidate.candidate import CandidatePlan
+from zorselike.planner.candidate.choice import Choice, Groups
 from zorselike.planner.candidate.computers import list_computers
 from zorselike.planner.candidate.deal_rows import count_blocks
 from zorselike.planner.candidate.layer_table import LayerTable
@@ -18,7 +19,6 @@ from zorselike.planner.groups.bandwidths import Bandwidths
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.budget import SearchBudget
 from zorselike.planner.search.builder import FEW_DEVICES
-from zorselike.planner.search.choice import Choice, Groups
 from zorselike.planner.search.enumerator import WORTH_SIMULATING
 from zorselike.planner.search.evaluator import (
     ESTIMATING_SHARE,
@@ -315,9 +315,11 @@ class LocalSearch:
                 )
                 changed = replace(best.candidate, groups=groups)
                 yield self._evaluator.nominal_of(changed.num_devices)
+                choice = best.choice.change(g, mode=mode)
+                if choice != self._evaluator.shard_alone(choice):
+                    continue
                 if changed in self._top_k or not self._builder.has_room(changed):
                     continue
-                choice = best.choice.change(g, mode=mode)
                 estimated = self._evaluator.estimate(changed, choice, best.grouping)
                 if estimated is None:
                     continue
@@ -351,7 +353,8 @@ class LocalSearch:
         ]
         if start.num_devices <= FEW_DEVICES:
             for g, choice in change_modes(now, self._evaluator.modes):
-                ways.append(("mode", start.with_mode(g, choice.groups[g].mode), choice))
+                if choice == self._evaluator.shard_alone(choice):
+                    ways.append(("mode", start.with_mode(g, choice.groups[g].mode), choice))
         self._random.shuffle(ways)
         for way, candidate, choice in ways:
             if candidate is None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
+from zorselike.planner.candidate.choice import Choice, GroupChoice, find_nearest, list_microbatch_counts
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.groups.replicas import DEGREES, ReplicaCuts, merge_degrees, with_degree
-from zorselike.planner.search.choice import Choice, GroupChoice, find_nearest, list_microbatch_counts
 
 MOST_KINDS = 6
 """Kinds of devices of a group (alike, with the same rows) between which rows are moved, at most."""

@@ -20,6 +20,7 @@ from math import isfinite
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.plan.plan import Estimates
 from zorselike.planner.answer import Ending, NothingFitsError, OnProgress, PlanAnswer, Planned, Progress
+from zorselike.planner.candidate.choice import Groups
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.structure import Structure, Structures
 from zorselike.planner.devices.bounds import DeviceBounds
@@ -29,7 +30,6 @@ from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search.budget import FUTILE_S, BudgetOverError, SearchBudget
 from zorselike.planner.search.builder import CandidateBuilder
-from zorselike.planner.search.choice import Groups
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.enumerator import CoarseLooks, Refinements
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate

@@ -11,6 +11,8 @@ from zorselike.planner.groups.replicas import Degrees
 
 Groups = tuple[tuple[int, ...], ...]
 """Devices of each group, in the order in which the pipeline visits them."""
+IN_FLIGHT_FACTORS = (1.0, 1.5, 2.0, 3.0)
+"""Microbatches in flight, in those that 1F1B needs."""
 
 
 @dataclass(frozen=True)
