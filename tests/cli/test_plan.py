@@ -509,6 +509,14 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         (["--cluster", "c", "--global-batch", "8"], "c: there is no such file"),
         (["--cluster", "c", "--global-batch", "8", "-o", "no/plan.toml"], "in a folder that does not exist"),
         (["--cluster", "c", "--global-batch", "8", "-o", "."], "a folder; name a file"),
+        (
+            ["--cluster", "c", "--global-batch", "8", "-o", "a" * 300],
+            "cannot be written: File name too long;",
+        ),
+        (
+            ["--from-profile", f"{'a' * 300}/p.json", "--global-batch", "8"],
+            "cannot be read: File name too long",
+        ),
         (["--cluster", "c", "--global-batch", "8", "-o", "./c"], "--output is ./c, which is read too; name"),
         (["--from-profile", "p", "--global-batch", "8", "-o", "cluster.toml"], "which is read too"),
         (

@@ -250,6 +250,7 @@ def test_a_cluster_written_by_hand_is_planned_for_by_the_catalogue(
         (("profile", "--memory", "16"), "--memory is '16'; write it as 24GiB"),
         (("profile", "--largest-message", "big"), "--largest-message is 'big'"),
         (("profile", "--output", "nowhere/profile.json"), "in a folder that does not exist"),
+        (("profile", "--output", "a" * 300), "cannot be written: File name too long; name another file"),
         (("doctor", "--plan", "missing.toml"), "there is no such file"),
         (("profile", "--timeout", "-1"), "--timeout is -1; give seconds, above 0"),
         (("doctor", "--timeout", "nan"), "--timeout is nan; give seconds, above 0"),

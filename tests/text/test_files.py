@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zorselike.errors import FileError
-from zorselike.text.files import write_text
+from zorselike.text.files import check_writable, write_text
 
 
 def test_a_read_only_disk_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +33,20 @@ def test_what_is_no_file_is_written_into_and_stays_what_it_is(tmp_path: Path) ->
         os.close(reader)
     assert pipe.is_fifo()
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_folder_that_cannot_be_written_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("plan.toml", os.devnull):
+        check_writable(tmp_path / name)
+    (tmp_path / "link").symlink_to("elsewhere/plan.toml")
+    (tmp_path / "elsewhere").mkdir()
+    read_only = {tmp_path / "elsewhere"}  # To root no permission says no.
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) not in read_only and Path(path).exists())
+    check_writable(tmp_path / "plan.toml")
+    for name in ("elsewhere/plan.toml", "link"):
+        with pytest.raises(FileError, match="cannot be written there; name another file"):
+            check_writable(tmp_path / name)
+    with pytest.raises(FileError, match="cannot be written: File name too long; name another file"):
+        check_writable(tmp_path / ("a" * 300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from zorselike.errors import ConfigError
+from zorselike.errors import ConfigError, FileError
+from zorselike.text.files import check_writable
 from zorselike.text.units import parse_size
 
 _WIDTHS = (60, 160)
@@ -35,24 +37,34 @@ def one_of(*choices: str | int, several: bool = False) -> PrimitiveConstructorSp
 
 
 def check_outputs(
-    command: str, paths: Mapping[str, str | None], *, inputs: Iterable[str | Path | None] = ()
+    command: str,
+    paths: Mapping[str, str | None],
+    *,
+    inputs: Iterable[str | Path | None] = (),
+    writes: bool = True,
 ) -> None:
     """Raises `ConfigError` if a file, given by its flag, is a folder, in a folder that does not exist, one of
-    `inputs`, which would be lost, or that of an earlier flag, of which nothing would be left."""
+    `inputs`, which would be lost, that of an earlier flag, of which nothing would be left, or one that this
+    process cannot write; `writes`: whether it is this process that will."""
     read = {Path(path).resolve() for path in inputs if path is not None}
     flag_of: dict[Path, str] = {}
     for flag, path in paths.items():
         if path is None:
             continue
-        if not Path(path).absolute().parent.is_dir():
+        if not os.path.isdir(Path(path).absolute().parent):  # noqa: PTH112  `is_dir` raises for long names.
             raise ConfigError(f"{command}: {flag} is {path}, in a folder that does not exist; make it first")
-        if Path(path).is_dir():
+        if os.path.isdir(path):  # noqa: PTH112
             raise ConfigError(f"{command}: {flag} is {path}, a folder; name a file")
         if Path(path).resolve() in read:
             raise ConfigError(f"{command}: {flag} is {path}, which is read too; name another file")
         first = flag_of.setdefault(Path(path).resolve(), flag)
         if first != flag:
             raise ConfigError(f"{command}: {flag} is {path}, which is {first}'s too; name another file")
+        if writes:
+            try:
+                check_writable(path)
+            except FileError as error:
+                raise ConfigError(f"{command}: {flag} is {path}, which {error}") from None
 
 
 def check_at_least(command: str, least: int, numbers: Mapping[str, int]) -> None:

@@ -134,7 +134,7 @@ class ProfileCommand(FolderOptions):
         for flag, values in (("zero", self.zero), ("only", self.only)):
             if not values:
                 raise ConfigError(f"profile: --{flag} is empty; give at least one value, or leave it out")
-        check_outputs("profile", {"--output": self.output, "--cluster": self.cluster})
+        check_outputs("profile", {"--output": self.output, "--cluster": self.cluster}, writes=False)
 
     def _check_degrees(self, workload: Workload) -> None:
         most = min(workload.max_tensor_parallel, self.seq_len)

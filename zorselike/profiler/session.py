@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
-from zorselike.errors import ClusterError, ProfileError
+from zorselike.errors import ClusterError, FileError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster, Node
 from zorselike.profiler.largest_batch.search import count_rows
 from zorselike.profiler.layers.in_step import estimate_in_step_s
@@ -27,6 +28,7 @@ from zorselike.profiler.tasks import (
     save_once,
 )
 from zorselike.runtime.processes.processes import Processes
+from zorselike.text.files import check_writable
 from zorselike.text.wording import count, list_few
 
 _SECONDS_OF_OTHERS = 2.0
@@ -47,10 +49,11 @@ def measure(
         memory_bytes: as if devices had no more.
 
     Raises:
-        ProfileError: The file there is of something else.
+        ProfileError: The file there is of something else, or one of the two cannot be written.
         ClusterError: A rank failed, or the cluster there is another.
     """
     memory = make_memory(processes, memory_bytes)
+    processes.from_first(lambda: _check_writable(job, path, cluster_path))
     before = open_profile(job, processes, path)
     keeps_cluster = _keeps_cluster(job, processes, cluster_path)
     tasks = make_tasks(job, processes, memory)
@@ -180,6 +183,15 @@ def _list_unjoined(processes: Processes, profile: Profile) -> list[str]:
     known = {entry.between for entry in profile.links}
     pairs = choose_pairs(devices_by_node(processes)).items()
     return [a for pair, alike in pairs if not known & {pair, *alike} for a, b in alike if a == b]
+
+
+def _check_writable(job: Job, path: Path, cluster_path: Path) -> None:
+    """Of the cluster file only where none is there to be kept."""
+    for each in (path, cluster_path) if job.again or not os.path.exists(cluster_path) else (path,):  # noqa: PTH110
+        try:
+            check_writable(each)
+        except FileError as error:
+            raise ProfileError(f"{each}: {error}") from None
 
 
 def _keeps_cluster(job: Job, processes: Processes, path: Path) -> bool:

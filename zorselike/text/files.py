@@ -30,6 +30,18 @@ def read_text(path: str | Path, noun: str) -> str:
         raise FileError(f"is no path: {error}") from None
 
 
+def check_writable(path: str | Path) -> None:
+    """Raises `FileError` where a file cannot be written, which is known before minutes of work: neither
+    replaced, for which its folder must be writable, nor written into."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).stat()
+    except OSError as error:
+        raise FileError(f"cannot be written: {error.strerror}; name another file") from None
+    if not os.access(Path(path).resolve().parent, os.W_OK | os.X_OK) and not os.access(path, os.W_OK):
+        raise FileError("cannot be written there; name another file")
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Writes a file so that whoever reads it sees the old one or the new one, whole; into a device or a pipe,
     such as `/dev/null`, its text is written.

@@ -66,11 +66,15 @@ def load_cluster(name: str, command: Files) -> Cluster:
         return Cluster.load(command.cluster)
     assert command.from_profile is not None
     path = _cluster_beside(command.from_profile)
-    if not path.exists():
+    try:
+        path.stat()
+    except FileNotFoundError:
         raise ConfigError(
             f"{name}: --from-profile {command.from_profile}: {path}, which `zorselike profile` writes beside "
             "it, does not exist; give --cluster"
-        )
+        ) from None
+    except OSError:  # What it is, reading says.
+        pass
     return Cluster.load(path)
 
 
