@@ -304,7 +304,7 @@ class LeaderOfAll:
 
     def _begin(self, placement: Placement, **more: Any) -> None:
         decision = {"base": self.plan.format(), "plan": placement.plan.format(), "seats": list(placement.ids)}
-        decision |= {"slower": {}, "exhausted": {}, **more}
+        decision |= {"job": "", "slower": {}, "exhausted": {}, **more}
         self.leader.note(Generation(1, self.members, (), placement.ids, "", 0, "start", decision, None))
 
     def run(self) -> None:
@@ -424,7 +424,8 @@ def test_who_comes_and_refuses_every_plan_waits() -> None:
 
     def decide(reason: str, members: list[Member], refusing: tuple[str, ...], count: int) -> Any:
         leader = Leader(plan)
-        begun = {"base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}, "exhausted": {}}
+        begun = {"job": "", "base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}}
+        begun |= {"exhausted": {}}
         leader.note(Generation(1, tuple(founders), (), ids, "", 0, "start", begun, None))
         arrived = tuple(member for member in members if member is comes)
         gone = () if reason == "arrival" else (lost,)
@@ -456,7 +457,8 @@ def test_who_comes_and_runs_out_of_memory_waits_and_the_others_hold_as_much_as_b
     }
     leader = Leader(plan)
     ids = tuple(member.id for member in founders)
-    decision = {"base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}, "exhausted": {}}
+    decision = {"job": "", "base": plan.format(), "plan": plan.format(), "seats": ids, "slower": {}}
+    decision |= {"exhausted": {}}
 
     def decide(members: list[Member], failed: dict[str, str], gone: tuple[Member, ...] = ()) -> Any:
         nonlocal ids, decision

@@ -12,6 +12,7 @@ from device_problems import make_nodes, make_profile
 
 from tools.elastic.faults import deal_cells, make_matrix_job, make_plan, make_replica_job, make_small
 from tools.elastic.jobs import Fault, Job, JobFailedError, Outcome, run, run_alone
+from zorselike.checkpoint import lease
 from zorselike.elastic.contingency import Contingencies, SearchPlanner
 from zorselike.elastic.contract import Member
 from zorselike.elastic.deciding.decisions import Situation
@@ -64,6 +65,17 @@ def test_a_rank_that_leaves_gives_what_it_has() -> None:
     outcome = run(job)
     check(job, outcome)
     assert len({report.diary.finished[-1][0] for report in outcome.reports}) == 2  # One ended earlier.
+
+
+def test_who_leads_after_a_loss_saves_on_though_the_holder_of_the_lease_was_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No save succeeded for the ten minutes after which such a lease is taken over."""
+    monkeypatch.setattr(lease, "_is_gone", lambda *_: False)  # As far as is to be seen there.
+    job = replace(make_small(Fault(3, 0, "kill", 0.5)), saves_at=(2, 4))
+    outcome = run(job)
+    check(job, outcome)
+    assert all(report.saved[-1] == 4 for report in outcome.reports)
 
 
 def test_a_spare_takes_the_place_of_who_is_lost_and_another_ends_with_the_job() -> None:

@@ -59,6 +59,7 @@ def make_generation(number: int, plan: Plan) -> Generation:
     ids = tuple(member.id for member in members)
     decision: dict[str, Any] = {
         "plan": plan.format(),
+        "job": "",
         "base": plan.format(),
         "seats": list(ids),
         "slower": {},

@@ -21,6 +21,7 @@ import pytest
 import torch
 from ranks import RankExit, RunRanks, free_port
 
+from zorselike.checkpoint import lease
 from zorselike.checkpoint.folder import list_steps
 from zorselike.elastic.meeting.asking import ask
 from zorselike.train import trainer
@@ -299,6 +300,25 @@ def test_what_mirrors_do_not_mend_goes_back_to_a_checkpoint(
     check(rows, expected[3:])
     steps = [int(path.name.removeprefix("step-")) for path in list_steps(folder / "saved" / "checkpoint")]
     assert steps[0] == STEPS
+
+
+def start_elsewhere(rank: int, *others: Any) -> None:
+    """Each as if on a machine of its own: whether the holder of a lease has ended is not to be seen there."""
+    lease._is_gone = lambda *_: False
+    start(rank, *others)
+
+
+def test_a_spare_that_alone_is_left_goes_on_from_the_job_s_checkpoint_in_its_folders(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """It was refused by the lease of its own job, and had begun another folder of a run."""
+    folder, expected = unbroken
+    saves = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.async_mode", "disabled")
+    faults = ((5, 3, (1, 2, 0), signal.SIGKILL),)
+    ends = train(run_ranks, folder, *saves, num=4, faults=faults, name="orphan", start=start_elsewhere)
+    assert sorted(end.code for end in ends) == [-signal.SIGKILL] * 3 + [0], [end.stderr for end in ends]
+    check(read_rows(folder / "orphan"), expected)
+    assert "goes on from" in read_log(folder / "orphan")
 
 
 def test_who_is_told_to_end_leaves_and_all_who_are_save(

@@ -456,7 +456,7 @@ class ElasticPipeline:
         self._schedulers.attach(running.pipe)
         self._control.formed()
         if running.pipe is not None:
-            running.pipe.checkpoints.history = worker.save_history
+            running.pipe.checkpoints.belong_to(worker.leader.job, worker.save_history)
         if source is not None:
             arrived = running.fill(decision["givers"], worker.copies_of(source))
             if arrived is not None and running.pipe is not None:

@@ -59,6 +59,12 @@ class Checkpoints:
         """Whether parameters have no values: a load that had begun to fill has failed, or none has begun."""
         self.history: SaveHistory | None = None
         """Of a job that may do steps again."""
+        self._job = ""
+
+    def belong_to(self, job: str, history: SaveHistory) -> None:
+        """Saves are those of a job of this name, which may do steps again, and whose leaders hand its folders
+        on; before the first."""
+        self._job, self.history = job, history
 
     def count_step(self) -> None:
         """A step has been taken."""
@@ -93,7 +99,7 @@ class Checkpoints:
             assembly = self._assembly
             group = assembly.groups.make(range(assembly.plan.num_ranks), "gloo")
             assert group is not None
-            self._saver = Saver(assembly.state, assembly.resources.memory, group)
+            self._saver = Saver(assembly.state, assembly.resources.memory, group, job=self._job)
         return self._saver
 
     def save(

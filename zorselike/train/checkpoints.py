@@ -79,6 +79,8 @@ class RunCheckpoints:
         """Checkpoints that could not be loaded."""
         self._saved_step: int | None = None
         """The newest that is saved."""
+        self.run: dict[str, str] = {}
+        """Job and folder of an elastic run: what was loaded says of which it is, what is saved is of this."""
         self.owes_validation = False
         """Whether a signal has stopped the run before the validation that is due after its step."""
 
@@ -174,6 +176,7 @@ class RunCheckpoints:
             self._best = self._lowest = dict(loaded.extra.get("best", {}))
             self._saved_step = loaded.step
             self.owes_validation = bool(loaded.extra.get("owes_validation", False))
+            self.run = dict(loaded.extra.get("run", {}))
         logger.info(
             "goes on from %s: step %d, %s rows seen", loaded.path, loaded.step, f"{self._pipe.rows_seen:,}"
         )
@@ -259,7 +262,7 @@ class RunCheckpoints:
                 set_aside(path)
         save = self._pipe.save(
             self.folder,
-            extra={**self._facts, "best": best, "owes_validation": self.owes_validation}
+            extra={**self._facts, "best": best, "owes_validation": self.owes_validation, "run": self.run}
             if self._pipe.rank == 0
             else {},
             wait=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -68,12 +69,15 @@ class Leader:
         self._namesakes: set[str] = set()
         """Names that several machines seem to have; said so."""
         self.number = 0
+        self.job = ""
+        """What tells this job from all others, once it runs."""
         self.wanted: Plan | None = None
         """What a person, or a search, has found to be better."""
 
     def note(self, generation: Generation) -> None:
         """A generation has been delivered: whoever leads next goes on from what it says."""
         decision = generation.decision
+        self.job = decision["job"]
         self.base = Plan.parse(decision["base"])
         self.plan = Plan.parse(decision["plan"])
         self.seats = tuple(decision["seats"])
@@ -132,6 +136,7 @@ class Leader:
             refuse_lost_state(request.offers, checkpoint)
         seats = self._list_seats(situation, placement)
         decision: Json = {
+            "job": self.job or uuid.uuid4().hex,
             "plan": placement.plan.format(),
             "base": situation.plan.format(),
             "seats": seats,

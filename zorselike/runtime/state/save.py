@@ -116,9 +116,10 @@ class Save:
 class Saver:
     """All saves of one pipeline, one at a time."""
 
-    def __init__(self, state: PipelineState, memory: Memory, group: ProcessGroup) -> None:
-        """`group`: a Gloo group of all ranks, of this object's thread alone."""
-        self._state, self._memory, self._group = state, memory, group
+    def __init__(self, state: PipelineState, memory: Memory, group: ProcessGroup, *, job: str = "") -> None:
+        """`group`: a Gloo group of all ranks, of this object's thread alone; `job`: whose leases are made, if
+        it has a name."""
+        self._state, self._memory, self._group, self._job = state, memory, group, job
         self._rank = state.ranks.rank
         self._thread = DeviceThread("checkpoints", memory.device)
         self._stream = memory.streams.make("checkpoints")
@@ -261,7 +262,7 @@ class Saver:
     def _hold(self, folder: Path, *, job: str = "") -> bool:
         """As the leader: makes sure that nobody else saves there; whether what said so was deleted."""
         if folder not in self._leases:
-            self._leases[folder] = Lease(folder, job=job)
+            self._leases[folder] = Lease(folder, job=job or self._job)
             remove_partials(folder)
         return self._leases[folder].keep()
 

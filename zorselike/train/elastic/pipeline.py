@@ -61,6 +61,11 @@ class ProgramPipeline(ElasticPipeline):
         return self._running.generation.members[0]
 
     @property
+    def job(self) -> str:
+        """What tells this job from all others, on all its processes alike."""
+        return self.worker.leader.job
+
+    @property
     def has_part(self) -> bool:
         """Whether this process is or was in a generation that runs, or is about to."""
         running = self._running

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -187,6 +186,7 @@ class ElasticRun:
             validated = step - 1 if checkpoints.owes_validation else step
             self.known = replace(self.known, first_step=step, validated=validated, last=None)
         folder = Path(self.known.folder)
+        checkpoints.run = {"job": self.known.job, "folder": self.known.folder}
         if self.config.checkpoint.enable:
             checkpoints.claim(job=self.known.job)
             if self.known.saved is not None:
@@ -212,17 +212,24 @@ class ElasticRun:
         known = replace(agree(said), process=self.known.process)
         self._processes = [other.process for other in said]
         if is_first:
-            job = ranks.share(uuid.uuid4().hex)
-            folder = open_run_folder(
-                self.config, self.pipe.plan, ranks, recipe=self._request.config_path, beside_plan={}
-            )
-            known = replace(known, job=job, folder=str(folder.absolute()), first_step=-1)
+            known = replace(known, job=self.pipe.job, folder=self._open_folder(ranks), first_step=-1)
         elif ranks.rank == 0:
             log_into(Path(known.folder))
         for record in self._unlogged:
             logger.handle(record)
         self.known, self._unlogged = known, []
         return ranks
+
+    def _open_folder(self, ranks: RanksOfGeneration) -> str:
+        """The run's: a new one, unless all who were there before have lost this job to others, who go on from
+        its checkpoint; collective."""
+        run = {} if self.checkpoints is None else self.checkpoints.run
+        if run.get("job") != self.pipe.job:
+            plan, recipe = self.pipe.plan, self._request.config_path
+            return str(open_run_folder(self.config, plan, ranks, recipe=recipe, beside_plan={}).absolute())
+        if ranks.rank == 0:
+            log_into(Path(run["folder"]))
+        return run["folder"]
 
     def _make_checkpoints(self, inner: HeteroPipeline, ranks: RanksOfGeneration) -> RunCheckpoints:
         return RunCheckpoints(self.config, inner, ranks, self.model, self._module, self.rows)
