@@ -111,6 +111,17 @@ def test_memory_is_a_warning() -> None:
     assert "ZORSELIKE_HOST_MEMORY" in found[0]
 
 
+def test_a_container_s_shared_memory_is_enough_for_the_gpus_of_its_node() -> None:
+    small, enough = healthy(shared_bytes=64 * 2**20), healthy(1, shared_bytes=2**30)
+    assert find_problems([small]) == find_problems([enough, replace(ill(2), shared_bytes=2**30)]) == []
+    (text,) = texts(find_problems([small, healthy(1, shared_bytes=64 * 2**20)]), "warns")
+    assert text.startswith("node a: /dev/shm holds 64 MiB") and "512 MiB (docker run --shm-size)" in text
+    # Nobody on CPUs, and no node of one GPU, has any use for it.
+    cpu = replace(ill(1, gpu="", device="cpu"), shared_bytes=64 * 2**20)
+    assert texts(find_problems([cpu, replace(cpu, info=replace(cpu.info, rank=2))]), "warns") == []
+    assert find_problems([small, healthy(1, "b", shared_bytes=64 * 2**20)]) == []
+
+
 def test_interfaces_may_be_named_as_nccl_and_gloo_take_them() -> None:
     for value in ("eth", "eth0", "=eth0", "lo,eth0", "^docker0"):
         named = replace(healthy(), named_interfaces=(("NCCL_SOCKET_IFNAME", value),))

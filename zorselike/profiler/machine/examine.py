@@ -30,6 +30,7 @@ def examine(info: ProcessInfo, *, data: Sequence[str]) -> Health:
             (name, os.environ[name]) for name in _INTERFACE_VARIABLES if name in os.environ
         ),
         locked_bytes=_locked_bytes(),
+        shared_bytes=_shared_bytes(),
         data=tuple((path, why_unreadable(Path(path))) for path in data),
     )
 
@@ -87,3 +88,11 @@ def _host_address() -> str:
 def _locked_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _shared_bytes() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize

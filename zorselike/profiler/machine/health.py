@@ -20,6 +20,8 @@ LEAST_HOST_BYTES = 2 * GIB
 """Free host memory for each process: Python, torch and CUDA take about as much."""
 LEAST_LOCKED_BYTES = 64 * 2**20
 """What network cards that read memory by themselves register."""
+LEAST_SHARED_BYTES = 2**28
+"""Of `/dev/shm` for each GPU of a node with several: NCCL's buffers for a few neighbours."""
 SLOW = 4
 """A link is slow if it carries less than the others' median over this."""
 
@@ -39,6 +41,8 @@ class Health:
     """Variables that name an interface, and what they say."""
     locked_bytes: int | None = None
     """Memory that a process may lock; None: no limit."""
+    shared_bytes: int | None = None
+    """What `/dev/shm` holds; None: unknown."""
     data: tuple[tuple[str, str], ...] = ()
     """Each path that it is to read, and what is wrong with it; empty: nothing."""
 
@@ -165,6 +169,15 @@ def _memory(healths: Sequence[Health]) -> Iterator[str]:
             yield (
                 f"node {node}: a process may lock {min(limits) / 2**20:.0f} MiB, too little for InfiniBand; "
                 "set ulimit -l unlimited there"
+            )
+        on_gpu = [health for health in own if health.info.gpu]
+        shared = [health.shared_bytes for health in on_gpu if health.shared_bytes is not None]
+        if len(on_gpu) > 1 and shared and min(shared) < LEAST_SHARED_BYTES * len(on_gpu):
+            wanted = LEAST_SHARED_BYTES * len(on_gpu) // 2**20
+            yield (
+                f"node {node}: /dev/shm holds {min(shared) / 2**20:.0f} MiB, by which NCCL connects GPUs "
+                "that do not reach each other's memory; give the container "
+                f"{wanted} MiB (docker run --shm-size)"
             )
 
 
