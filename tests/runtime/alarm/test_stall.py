@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,11 +81,16 @@ def test_what_waits_in_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_long(rank: int, world_size: int, folder: str) -> None:
-    stall.LIMIT_S = 0.3
+    stall.LIMIT_S, told, tell = 0.1, threading.Event(), Stall._tell
+
+    def tell_and_note(self: Stall, place: str, seconds: float) -> None:
+        tell(self, place, seconds)
+        told.set()
+
+    mock.patch.object(Stall, "_tell", tell_and_note).start()
     alarm = Alarm(rank, world_size, dist.FileStore(str(Path(folder) / "alarm"), world_size), interval_s=0.05)
     alarm.enter(parse_action("1F0"))
-    if rank == 1:
-        time.sleep(0.8)
+    assert told.wait(60.0)
     dist.barrier()
     alarm.idle()
     alarm.close()
