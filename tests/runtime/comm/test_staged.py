@@ -273,6 +273,7 @@ THREADS = {
     "checkpoint/lease.py": NO_TORCH,
     "elastic/contingency.py": "it plans, and draws what `drawing.py` does",
     "elastic/meeting/meeting.py": "it opens a store",
+    "elastic/meeting/threads.py": "what it runs is what `elastic/worker.py` does, or opens a store",
     "elastic/meeting/notice_url.py": NO_TORCH,
     "elastic/running.py": "it connects to a store",
     "elastic/worker.py": "one draws, which sets the device first; one drops what no card remembers",
