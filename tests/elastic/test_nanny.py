@@ -152,20 +152,21 @@ sys.exit(1)
 def test_who_comes_after_all_whom_it_knew_were_lost_finds_those_who_came_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said that the job had ended, which went on with them."""
+    """It said that the job had ended, which went on with them. However often: no worker has failed."""
+    ports = iter(range(1, 100))
 
     def answer(host: str, port: int, _: str, request: Json, **__: float) -> Json:
-        if host == "there":
+        if host == "there" and request["ask"] != "status":
             return {}
         if request["ask"] == "status":
-            return {"status": {"members": [{"host": "there", "port": 2}]}}
+            return {"status": {"members": [{"host": "there", "port": next(ports)}]}}
         raise ClusterError("it has ended")
 
     monkeypatch.setattr(nannies, "ask", answer)
     monkeypatch.setattr(nannies, "_FOLLOWS_S", 0.1)
     monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
     script = f"""
-if len(open({str(tmp_path / "starts")!r}).readlines()) == 1:
+if len(open({str(tmp_path / "starts")!r}).readlines()) <= 3:
     time.sleep(0.5)
     os.write(fd, b'{{"stranded": true}}\\n')
     sys.exit(2)
@@ -173,7 +174,8 @@ if len(open({str(tmp_path / "starts")!r}).readlines()) == 1:
     command = [sys.executable, "-I", "-S", "-c", LIVES.replace("say(id", "0 and say(id") + script]
     environment = {"ZORSELIKE_JOB_TOKEN": TOKEN, "ZORSELIKE_JOIN": "gone:1", "ZORSELIKE_ANSWERED": "1"}
     assert Nanny([*command, str(tmp_path / "starts")], environment).run() == 0
-    assert [start[1] for start in starts(tmp_path)] == ["gone:1", "there:2"]
+    first, *others = [start[1] for start in starts(tmp_path)]
+    assert first == "gone:1" and len(others) == 3 and all(other.startswith("there:") for other in others)
 
 
 def test_who_comes_after_the_job_has_ended_learns_it_from_machines_at_which_nobody_listens() -> None:

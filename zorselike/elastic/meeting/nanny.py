@@ -115,7 +115,8 @@ class Nanny:
             if contact is None:
                 self._say("no member of its job can be reached; no other worker is started")
                 return code
-            num_soon = num_soon + 1 if time.monotonic() - started_s < _SOON_S else 0
+            if not is_late:
+                num_soon = num_soon + 1 if time.monotonic() - started_s < _SOON_S else 0
             if num_soon >= _MAX_STARTS:
                 self._say(
                     f"{num_soon} workers one after the other ended within {_SOON_S:g} s of their start, the "
