@@ -233,13 +233,13 @@ def nccl_record() -> Callable[[], list[str]]:
     group; oldest first. Nothing where torch has no NCCL or no record (`TORCH_NCCL_TRACE_BUFFER_SIZE=0`)."""
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.cuda.current_device() if is_on_gpu else None
-    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
 
     def tell() -> list[str]:
-        if record is None or device is None:
+        if dump is None or device is None:
             return []
         torch.cuda.set_device(device)
-        found = json.loads(record(includeCollectives=True, onlyActive=True))
+        found = json.loads(dump(includeCollectives=True, onlyActive=True))
         return [
             f"{entry['profiling_name'].removeprefix('nccl:')} of {entry['output_sizes']} "
             f"({entry['process_group'][1]})"

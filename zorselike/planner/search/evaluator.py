@@ -9,22 +9,14 @@ from itertools import cycle
 
 from zorselike.errors import ClusterError
 from zorselike.planner.candidate.candidate import CandidatePlan
-from zorselike.planner.candidate.choice import (
-    Choice,
-    Groups,
-    list_microbatch_counts,
-)
+from zorselike.planner.candidate.choice import Choice, Groups, list_microbatch_counts
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import DEGREES, Degrees
 from zorselike.planner.layers.split_layers import visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.search.builder import CandidateBuilder
-from zorselike.planner.search.neighbours import (
-    LayerMove,
-    change_degrees,
-    move_layer,
-)
+from zorselike.planner.search.neighbours import LayerMove, change_degrees, move_layer
 from zorselike.planner.search.score import WORST, Score, score
 from zorselike.schedule.orders.in_flight import LowBoundError
 

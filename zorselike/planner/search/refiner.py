@@ -18,7 +18,7 @@ _MISSES = 2
 """Numbers in a row that are no better, after which none further on is tried."""
 _FIRST_MODES = 4
 """Of each family that is not the present one's, so many are tried."""
-_Refining = Generator["EstimatedCandidate", None, "EstimatedCandidate"]
+_Refining = Generator[EstimatedCandidate, None, EstimatedCandidate]
 """Yields the best after everything that is tried, and returns the last."""
 
 
