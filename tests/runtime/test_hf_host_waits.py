@@ -25,6 +25,7 @@ from zorselike import HeteroPipeline, list_modules
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime import executor
+from zorselike.runtime.batch import Batch, RowIndex
 from zorselike.runtime.model.causal_lm import telling_of_rows
 
 ROWS = 4
@@ -100,6 +101,17 @@ def test_what_is_told_of_padding_is_what_would_be_found() -> None:
     with telling_of_rows(None, True):
         assert makes_masks._ignore_causal_mask_sdpa(None, 6, 6, 0, 0, None)  # Of a model with no mask.
     assert makes_masks._ignore_causal_mask_sdpa is own
+
+
+def test_rows_are_looked_at_once_for_all_ministages() -> None:
+    index = RowIndex((Microbatch(0, 0, 1), Microbatch(0, 1, ROWS)))
+    given = {"position_ids": documents(ROWS), "attention_mask": masks(ROWS, left=False)}
+    batch = Batch(index, torch.device("cpu"), inputs=None, targets=None, kwargs=given)
+    for number, rows in enumerate((slice(0, 1), slice(1, ROWS))):
+        told = batch.tell_of_rows(number)
+        assert told == (True, bool((given["attention_mask"][rows] == 0).any()))
+        with mock.patch.object(batch, "_known", side_effect=AssertionError):
+            assert batch.tell_of_rows(number) is told
 
 
 # -- flash attention, which looks in each layer ------------------------------------------------

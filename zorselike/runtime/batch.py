@@ -97,6 +97,7 @@ class Batch:
         self._targets = map_tensors(targets, lambda t: copy_to_device(t, device))
         self._kwargs = {name: _to_device(value, device) for name, value in kwargs.items()}
         self._given = kwargs
+        self._told: dict[int, tuple[bool | None, bool | None]] = {}
 
     def inputs(self, number: int) -> Tensors:
         """Inputs of the first ministage, `[rows, ...]` each."""
@@ -114,18 +115,16 @@ class Batch:
         rows = self._index.slice(number)
         return {name: _cut(value, rows) for name, value in self._kwargs.items() if name in names}
 
-    def holds_documents(self, number: int) -> bool | None:
-        """Whether a microbatch has several documents in a row, by its position ids; None where only a device
-        knows."""
-        if self._given.get("position_ids") is None:
-            return False
-        positions = self._known(number, "position_ids")
-        return None if positions is None else bool((positions.diff(dim=-1) != 1).any())
-
-    def holds_padding(self, number: int) -> bool | None:
-        """Whether a microbatch's attention mask leaves tokens out; None where only a device knows."""
-        mask = self._known(number, "attention_mask")
-        return None if mask is None else bool((mask == 0).any())
+    def tell_of_rows(self, number: int) -> tuple[bool | None, bool | None]:
+        """Whether a microbatch has several documents in a row, by its position ids, and whether its attention
+        mask leaves tokens out; None where only a device knows. Looked at once, for all ministages."""
+        if number not in self._told:
+            positions, mask = self._known(number, "position_ids"), self._known(number, "attention_mask")
+            documents = None if positions is None else bool((positions.diff(dim=-1) != 1).any())
+            if self._given.get("position_ids") is None:
+                documents = False
+            self._told[number] = documents, None if mask is None else bool((mask == 0).any())
+        return self._told[number]
 
     def _known(self, number: int, name: str) -> Tensor | None:
         """A microbatch's part of an argument `[rows, sequence]`, where it is in the host's memory."""

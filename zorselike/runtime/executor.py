@@ -188,7 +188,7 @@ class Executor:
         """For what a microbatch computes, and computes again."""
         if not self._streams.is_concurrent:  # A host that computes by itself waits for nothing when it looks.
             return nullcontext()
-        return telling_of_rows(run.batch.holds_documents(number), run.batch.holds_padding(number))
+        return telling_of_rows(*run.batch.tell_of_rows(number))
 
     def _inputs(self, index: int, number: int, run: _Run) -> Tensors:
         if index == 0:

@@ -224,7 +224,7 @@ def test_modes_of_few_devices_change_with_the_same_layers_and_rows(looking: sear
 
 @pytest.fixture
 def desk() -> PlanProblem:
-    """Two unlike cards in one machine, and a model that is too large for either."""
+    """Two unlike cards in one machine, and a model that either has too little memory to keep whole."""
     node = Node(
         name="desk",
         devices=("RTX3090", "RTX3070"),

@@ -164,7 +164,7 @@ class Refiner:
         now = best.choice.groups[own[0]].mode
         at = next(i for i, family in enumerate(self._evaluator.families) if now in family)
         for i, family in enumerate(self._evaluator.families):
-            if i > at + 1 and not (self._has_few_devices and not family[0].reduces_per_microbatch):
+            if i > at + 1 and (family[0].reduces_per_microbatch or not self._has_few_devices):
                 continue
             missed = 0
             modes = self._list_modes(best.choice, own, family)
