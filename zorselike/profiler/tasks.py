@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -325,7 +325,7 @@ class _Measurer:
         def run(profile: Profile, tell: Told) -> Profile | None:
             found: list[CollectiveTimes] = []
             for ranks in wholes if self._job.again else missing(profile):
-                group = dist.new_group(list(ranks))
+                group = cast(dist.ProcessGroup, dist.new_group(list(ranks)))
                 if processes.rank in ranks:
                     devices, num_nodes = key(ranks)
                     times = measure_collectives(

@@ -150,7 +150,7 @@ def one_collective_at_a_time() -> Iterator[None]:
     and so neither is the end of their connections (torch 2.13).
     """
     usual = distributed_c10d.ProcessGroupGloo
-    distributed_c10d.ProcessGroupGloo = _OneByOne  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _OneByOne  # type: ignore[misc, assignment]
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def check_same(plan: Plan, model: nn.Module, settings: Mapping[str, object]) -> 
     """Raises `PlanError` where processes run different plans (an old copy on one node, say) and `ConfigError`
     where they have different settings, by the names of arguments, or models: other parameters, or, where a
     model has weights already, other weights. Collective over all processes."""
-    group = dist.new_group(backend="gloo")
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     try:
         _check_same_plan(plan, group)
         _check_same_settings(settings, group)

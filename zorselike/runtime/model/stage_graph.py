@@ -108,7 +108,7 @@ class Builder(_Copier):
             outputs.append(copy)
         self._graph.output(tuple(outputs))
         self._graph.eliminate_dead_code()
-        self._graph.lint()
+        self._graph.lint()  # type: ignore[no-untyped-call]
         return self.make_module()
 
 
