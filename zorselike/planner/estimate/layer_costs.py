@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zorselike.planner.candidate.candidate import CandidateGroup
+from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.estimate.few_microbatches import add_largest
 from zorselike.planner.estimate.memory import RankMemory
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.layers.split_layers import GroupCosts
+from zorselike.planner.layers.waits import GroupTimes, Waits
 from zorselike.planner.problem import PlanProblem
 
 
@@ -23,6 +24,7 @@ class LayerCosts:
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
         self._costs: dict[object, GroupCosts] = {}
+        self._waits: dict[object, Waits] = {}
 
     def find(
         self, group: CandidateGroup, room: float, num_ministages: int, kept: Mapping[str, int]
@@ -56,6 +58,22 @@ class LayerCosts:
         degree = group.degree_of(tightest)
         held = {key: self._held_bytes(key, group, rows[key], degree) for key in seconds}
         return GroupCosts(seconds, held, limit - self._problem.setting.context_bytes(device))
+
+    def find_waits(self, candidate: CandidatePlan) -> Waits | None:
+        """How long its groups wait for each other; None where these have one ministage each, or go backward
+        before all is forward."""
+        if candidate.bounds_in_flight or not candidate.has_rounds:
+            return None
+        settings = ((own.dealt, own.mode.recompute, own.microbatches_per_device) for own in candidate.groups)
+        key = candidate.owners, *settings
+        if key not in self._waits:
+            self._waits[key] = Waits(candidate.owners, [self._find_times(own) for own in candidate.groups])
+        return self._waits[key]
+
+    def _find_times(self, group: CandidateGroup) -> GroupTimes:
+        of_kinds = self._step_time.group_seconds(group)
+        forward_s, backward_s = zip(*(of_kinds[key] for key in self._table.keys), strict=True)
+        return GroupTimes(forward_s, backward_s, group.microbatches_per_device)
 
     def _tightest(self, group: CandidateGroup, num_ministages: int) -> int:
         """The replica whose devices have the least memory for a row."""

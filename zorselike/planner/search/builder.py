@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nsmallest
-from itertools import combinations
+from itertools import combinations, islice
 
 from zorselike.errors import PlanError
 from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan, Sizes, list_largest
 from zorselike.planner.candidate.choice import Choice, GroupChoice
 from zorselike.planner.candidate.layer_table import LayerTable
 from zorselike.planner.candidate.modes import Mode
-from zorselike.planner.estimate.communicators import Communicators
 from zorselike.planner.estimate.layer_costs import LayerCosts
 from zorselike.planner.estimate.memory import RankMemory
+from zorselike.planner.estimate.room import Class, Overfull, Room
 from zorselike.planner.estimate.step_time import StepTimeEstimate
 from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import shorten_first, split_layers, visit_in_turn
@@ -27,16 +27,8 @@ _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
 _SHARE_FOR_WHOLE = 0.7
 """Share of a device's memory that gathered ministages may take at most."""
-_FAR_OVER, _FAR_UNDER = 2.5, 0.5
-"""Shares of a device's memory: estimates beyond these are not walked; they are 0.55 to 2.7 times what a walk
-finds."""
-_FEW_WALKS, _MARGIN = 3, 0.12
-"""From so many walks on, estimates are trusted that are by this share further from the limit than these
-say."""
 _LEAST_LEFT = 0.02
 """Share of a device's memory that each repair takes at least."""
-MOST_ACTIONS_OF_REPLICAS = 200_000
-"""Of a step with tensor-parallel replicas, whose ranks are all simulated, that nobody asked for."""
 FEW_DEVICES = 8
 """Of up to so many single layers are moved until a choice fits, modes are changed with all else as it is, and
 every set is refined."""
@@ -45,13 +37,14 @@ _NEARLY = 1.5
 MOST_WALKED, MOST_MOVED = 6, 8
 """Layers whose moves are walked, of which one is moved; and how often that would have to be done at most, by
 what it took away of what is too much."""
+WORTH_CUTTING = 1.1
+"""Times the best estimate that a candidate may take at best, for its layers to be cut otherwise."""
+MOST_GUESSED, MOST_TRIED = 12, 4
+"""Moves of a layer whose memory is guessed, and walked, of which the first that fits is taken."""
+_MAY_FIT = 1.05
+"""Times a device's memory that guesses may come to, for a candidate to be walked."""
 MOST_CUTS = 20
 """Cuts of layers that are all tried where nothing fits."""
-
-Class = tuple[str, int, int]
-"""Replicas that are alike: their type of device, its bytes of memory, and how many there are."""
-Overfull = Mapping[int, Mapping[Class, tuple[int, int]]]
-"""By group and class of devices that are too small: bytes that are needed, and that there are."""
 
 
 class CandidateBuilder:
@@ -61,18 +54,17 @@ class CandidateBuilder:
         self, problem: PlanProblem, table: LayerTable, step_time: StepTimeEstimate, memory: RankMemory
     ) -> None:
         self._problem, self._table, self._step_time, self._memory = problem, table, step_time, memory
-        self._communicators = Communicators(problem, table)
+        self.room = Room(problem, table, memory)
         self._shares: dict[object, tuple[Sizes, ...] | None] = {}
         self._layer_costs = LayerCosts(problem, table, step_time, memory)
-        self._ratios: dict[object, tuple[float, float, int]] = {}
-        """By what devices have in common, the least and the most that walks found, by their estimates, and
-        how many did."""
         self._parameters = {key: float(table.kind(key).num_parameters) for key in table.counts}
         each, kinds = problem.parameter_bytes, [(table.kind(key), n) for key, n in table.counts.items()]
         self._whole_bytes = sum(
             n * (kind.num_parameters * each.weight + kind.trainable * each.gradient) for kind, n in kinds
         )
         """All parameters as they are gathered, and their gradients before they are reduced."""
+        self._best_s = math.inf
+        """The best estimate of what was cut so that groups wait less."""
         self.host_was_full = False
         """Whether the last choice fitted all devices, and not some node's host with what it offloads."""
 
@@ -122,12 +114,15 @@ class CandidateBuilder:
                 break
             ends = shorten_first(split.ends, owners, [group.first_share for group in choice.groups])
             candidate = CandidatePlan(tuple(groups), owners, ends)
-            if not self.may_run(candidate) or (is_worth is not None and not is_worth(candidate)):
+            shortest = self._shorten_waits(candidate)
+            if not self.room.may_run(candidate) or (is_worth is not None and not is_worth(shortest)):
                 return None
-            over = self.find_overfull(candidate)
+            over = self.room.find_overfull(candidate)
+            if over and self._has_room(candidate, shortest):
+                candidate, over = shortest, {}
             if not over:
                 self.host_was_full = bool(self._memory.overfull_hosts(candidate))
-                return None if self.host_was_full else self._overlap(candidate)
+                return None if self.host_was_full else self._finish(candidate)
             if waiting := [g for g in over if self._may_wait(choice.groups[g])]:
                 # The least of repairs: no rows or layers go to others.
                 for g in waiting:
@@ -152,6 +147,49 @@ class CandidateBuilder:
                 by_bytes, room = True, [1.0] * len(choice.groups)
         moved = None if nearest is None else self._move_until_it_fits(*nearest)
         return moved or self._try_all_cuts(tuple(groups), owners)
+
+    def forget(self) -> None:
+        """What was found with other memory."""
+        self._best_s = math.inf
+
+    # -- layers that groups wait less with ---------------------------------------------------
+
+    def _finish(self, candidate: CandidatePlan) -> CandidatePlan:
+        """A candidate that fits, with layers cut so that groups wait less for each other, if it still fits
+        then; and reductions beside what follows."""
+        shortest = self._shorten_waits(candidate)
+        if shortest is not candidate:
+            if self._step_time.estimate_s(shortest) < WORTH_CUTTING * self._best_s:
+                candidate = self._climb(candidate, shortest)
+            self._best_s = min(self._best_s, self._step_time.estimate_s(candidate))
+        return self._overlap(candidate)
+
+    def _climb(self, candidate: CandidatePlan, shortest: CandidatePlan) -> CandidatePlan:
+        """As near to the shortest as memory allows, by single layers."""
+        if self._has_room(candidate, shortest):
+            return shortest
+        waits = self._layer_costs.find_waits(candidate)
+        better: CandidatePlan | None = candidate
+        while better is not None and waits is not None:
+            candidate = better
+            moved = (replace(candidate, ends=ends) for ends in waits.list_better(candidate.ends))
+            likely = (own for own in islice(moved, MOST_GUESSED) if self._may_fit(candidate, own))
+            better = next(filter(self.room.has_room, islice(likely, MOST_TRIED)), None)
+        return candidate
+
+    def _has_room(self, known: CandidatePlan, changed: CandidatePlan) -> bool:
+        """Whether a candidate fits that differs in layers from one that was walked; False without a walk
+        where that is not likely."""
+        return self._may_fit(known, changed) and self.room.has_room(changed)
+
+    def _may_fit(self, known: CandidatePlan, changed: CandidatePlan) -> bool:
+        return self._guess_excess(known, changed) <= _MAY_FIT
+
+    def _shorten_waits(self, candidate: CandidatePlan) -> CandidatePlan:
+        """Whether it fits or not. Of many devices links, collectives and copies make more of a difference
+        than these waits."""
+        waits = self._layer_costs.find_waits(candidate) if candidate.num_devices <= FEW_DEVICES else None
+        return candidate if waits is None else replace(candidate, ends=waits.shorten(candidate.ends))
 
     def _make_group(self, chosen: GroupChoice, sizes: tuple[Sizes, ...]) -> CandidateGroup:
         if not chosen.degrees:
@@ -181,21 +219,21 @@ class CandidateBuilder:
             for g, group in enumerate(candidate.groups):
                 if not group.mode.overlap_grad_reduce:
                     changed = candidate.with_mode(g, replace(group.mode, overlap_grad_reduce=True))
-                    if not self.find_overfull(changed, only=g):
+                    if not self.room.find_overfull(changed, only=g):
                         candidate = changed
         return candidate
 
     def fit(self, candidate: CandidatePlan, choice: Choice) -> CandidatePlan | None:
         """A candidate that was changed, its groups waiting for reductions where they must and as `choice`
         lets them; None where it does not fit a device or host, or may not be run."""
-        if not self.may_run(candidate):
+        if not self.room.may_run(candidate):
             return None
-        for g in self.find_overfull(candidate):
+        for g in self.room.find_overfull(candidate):
             group = candidate.groups[g]
             if not self._may_wait(replace(choice.groups[g], devices=group.devices, mode=group.mode)):
                 return None
             candidate = candidate.with_mode(g, _waiting(group.mode))
-            if self.find_overfull(candidate, only=g):
+            if self.room.find_overfull(candidate, only=g):
                 return None
         candidate = self._overlap(candidate)
         return None if self._memory.overfull_hosts(candidate) else candidate
@@ -215,11 +253,11 @@ class CandidateBuilder:
         """With single layers moved out of groups that are too full, each time as leaves least too much: what
         else is in a device's memory than the sum over its layers, the largest ministage above all, shows in
         walks alone."""
-        over = self.find_overfull(candidate)
+        over = self.room.find_overfull(candidate)
         while over:
             guess = partial(self._guess_excess, candidate)
             likely = nsmallest(MOST_WALKED, _give_layers(candidate, [*over]), key=guess)
-            moved = [(self.find_overfull(own), own) for own in likely]
+            moved = [(self.room.find_overfull(own), own) for own in likely]
             if fits := [own for its_over, own in moved if not its_over]:
                 candidate, over = min(fits, key=self._step_time.estimate_s), {}
             else:
@@ -228,20 +266,20 @@ class CandidateBuilder:
                 if (before - excess) * MOST_MOVED <= before - 1:
                     return None
         self.host_was_full = bool(self._memory.overfull_hosts(candidate))
-        return None if self.host_was_full or not self.may_run(candidate) else self._overlap(candidate)
+        return None if self.host_was_full or not self.room.may_run(candidate) else self._finish(candidate)
 
     def _guess_excess(self, known: CandidatePlan, changed: CandidatePlan) -> float:
         """Times its memory that the fullest device of a candidate needs, about: by estimates, which err as
         they do where as much is known of one that differs in a few layers."""
         most = 0.0
         for g, group in enumerate(known.groups):
-            for position in list_largest(group.sizes, self._list_classes(group)):
+            for position in list_largest(group.sizes, self.room.list_classes(group)):
                 limit = self._memory.limit_bytes(group.firsts[position])
                 if limit is not None:
                     before, after = (
                         self._memory.estimate_bytes(own, g, position) for own in (known, changed)
                     )
-                    need = self._need_bytes(known, g, position, limit)
+                    need = self.room.need_bytes(known, g, position, limit)
                     most = max(most, need * after / before / limit)
         return most
 
@@ -255,11 +293,11 @@ class CandidateBuilder:
             return None
         for inner in combinations(range(1, num_layers), num_cuts):
             candidate = CandidatePlan(groups, owners, (*inner, num_layers))
-            if not self.may_run(candidate) or self.find_overfull(candidate):
+            if not self.room.may_run(candidate) or self.room.find_overfull(candidate):
                 continue
             if not self._memory.overfull_hosts(candidate):
                 self.host_was_full = False
-                return self._overlap(candidate)
+                return self._finish(candidate)
             self.host_was_full = True
         return None
 
@@ -313,7 +351,7 @@ class CandidateBuilder:
             found = self._table.most_rows(computer, recompute)
             cap = min(cap, self._problem.most_rows_at_once, cap if found is None else found)
             seconds = self._table.model_s(computer, recompute, cap)
-            its_class = self._class_of(replica[0], len(replica))
+            its_class = self.room.class_of(replica[0], len(replica))
             costs.append(RankCosts(replica[0], seconds, most.get(its_class)))
         if not in_rounds:
             return share_once(costs, self._problem.global_batch)
@@ -362,80 +400,6 @@ class CandidateBuilder:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def may_run(self, candidate: CandidatePlan) -> bool:
-        """Whether the runtime takes it, memory apart, and a simulation of it does not take too long."""
-        is_long = candidate.num_actions > MOST_ACTIONS_OF_REPLICAS and candidate.degree > 1
-        if is_long and self._problem.fixed.tensor_parallel is None:
-            return False
-        may_bound = all(
-            group.mode.may_bound_in_flight and (candidate.owners.count(g) == 1 or group.mode.may_return)
-            for g, group in enumerate(candidate.groups)
-        )
-        return (may_bound or not candidate.bounds_in_flight) and not self._shares_unevenly(candidate)
-
-    def _shares_unevenly(self, candidate: CandidatePlan) -> bool:
-        """Whether a ministage with ZeRO 3 holds both ends of a tie while its devices have different numbers
-        of microbatches, which the runtime refuses."""
-        for owner, borrower in self._table.ties:
-            group = candidate.groups[candidate.owner_of(owner)]
-            is_together = candidate.ministage_of(owner) == candidate.ministage_of(borrower)
-            if is_together and group.mode.zero == 3 and len({*map(len, group.sizes)}) > 1:
-                return True
-        return False
-
-    def has_room(self, candidate: CandidatePlan) -> bool:
-        """Whether it fits every device and host, and may be run."""
-        return (
-            self.may_run(candidate)
-            and not self.find_overfull(candidate)
-            and not self._memory.overfull_hosts(candidate)
-        )
-
-    def find_overfull(self, candidate: CandidatePlan, *, only: int | None = None) -> Overfull:
-        """Of all groups, or `only` this one."""
-        over: dict[int, dict[Class, tuple[int, int]]] = {}
-        for g, group in enumerate(candidate.groups):
-            if only not in (None, g):
-                continue
-            for position in list_largest(group.sizes, self._list_classes(group)):
-                device = group.firsts[position]
-                limit = self._memory.limit_bytes(device)
-                if limit is None:
-                    continue
-                need = self._need_bytes(candidate, g, position, limit)
-                need = self._communicators.add_to(need, candidate, g, limit)
-                device_class = self._class_of(device, group.degree_of(position))
-                worst = over.get(g, {}).get(device_class, (0, 1))
-                if need > limit and need / limit > worst[0] / worst[1]:
-                    over.setdefault(g, {})[device_class] = need, limit
-        return over
-
-    def _need_bytes(self, candidate: CandidatePlan, g: int, position: int, limit: int) -> int:
-        """As walked, where an estimate is not far from the limit, and neither are those times what walks of
-        devices like this one found to be more or less."""
-        estimate = self._memory.estimate_bytes(candidate, g, position)
-        if estimate > _FAR_OVER * limit or estimate < _FAR_UNDER * limit:
-            return estimate
-        group = candidate.groups[g]
-        key = (
-            group.mode,
-            self._problem.device_types[group.firsts[position]],
-            candidate.owners.count(g),
-            candidate.owners[-1] == g,
-            group.max_in_flight is None,
-            bool(group.sizes[position]),
-            group.degree_of(position),
-        )
-        low, high, number = self._ratios.get(key, (math.inf, 0.0, 0))
-        if number >= _FEW_WALKS:
-            if estimate * high * (1 + _MARGIN) < limit:
-                return round(estimate * high)
-            if estimate * low * (1 - _MARGIN) > limit:
-                return round(estimate * low)
-        need = self._memory.need(candidate, g, position).device_bytes
-        self._ratios[key] = min(low, need / estimate), max(high, need / estimate), number + 1
-        return need
-
     def _take_rows(
         self,
         candidate: CandidatePlan,
@@ -445,7 +409,7 @@ class CandidateBuilder:
     ) -> bool:
         """Gives the rows of classes that are too full to others of their group, where these have room."""
         group = candidate.groups[g]
-        owners = self._list_classes(group)
+        owners = self.room.list_classes(group)
         if group.mode.reduces_per_microbatch or {*owners} <= {*classes}:
             return False
         for device_class, (need, limit) in classes.items():
@@ -457,13 +421,6 @@ class CandidateBuilder:
                 return False
             most_rows[device_class] = fewer
         return True
-
-    def _list_classes(self, group: CandidateGroup) -> list[Class]:
-        """Of its replicas."""
-        return [self._class_of(device, group.degree_of(i)) for i, device in enumerate(group.firsts)]
-
-    def _class_of(self, device: int, degree: int) -> Class:
-        return self._problem.device_types[device], self._memory.limit_bytes(device) or 0, degree
 
 
 def _waiting(mode: Mode) -> Mode:

@@ -85,6 +85,7 @@ class CandidateEvaluator:
         self._found.clear()
         self._too_slow.clear()
         self.host_full.clear()
+        self.builder.forget()
 
     # -- one choice ------------------------------------------------------------------------
 

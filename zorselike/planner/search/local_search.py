@@ -318,7 +318,7 @@ class LocalSearch:
                 choice = best.choice.change(g, mode=mode)
                 if choice != self._evaluator.shard_alone(choice):
                     continue
-                if changed in self._top_k or not self._builder.has_room(changed):
+                if changed in self._top_k or not self._builder.room.has_room(changed):
                     continue
                 estimated = self._evaluator.estimate(changed, choice, best.grouping)
                 if estimated is None:
