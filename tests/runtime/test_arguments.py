@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -12,10 +14,12 @@ import pytest
 import torch
 from ranks import RunRanks
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from zorselike import ConfigError, HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
+from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.model import export, partition
 
 pytestmark = pytest.mark.pooled
@@ -323,6 +327,10 @@ class Rounded(torch.autograd.Function):
         return grads[0]
 
 
+rounded = Rounded.apply
+"""Bound once, as many libraries write it."""
+
+
 class Net(nn.Module):
     """Cut by export alone."""
 
@@ -337,6 +345,8 @@ class Net(nn.Module):
         hidden: Tensor = self.a(x) * 2
         if self.what == "function":
             hidden = Rounded.apply(hidden)  # type: ignore[no-untyped-call]
+        if self.what == "bound":
+            hidden = rounded(hidden)
         if self.what == "tensor" and hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient * 2)
         found: Tensor = self.b(hidden)
@@ -357,6 +367,7 @@ def refuse_alone(rank: int, world_size: int, what: str) -> str:
     ("what", "said"),
     [
         ("function", "the backward of Rounded, an autograd.Function, would be lost"),
+        ("bound", "the backward of Rounded, an autograd.Function, would be lost"),
         ("tensor", "a tensor's gradient hook, registered in a forward, would be lost"),
         ("module", "'a' has a backward hook, which would be lost"),
     ],
@@ -588,3 +599,81 @@ def test_targets_in_a_dictionary_ask_for_a_count(run_ranks: RunRanks) -> None:
     assert said.startswith("targets is a dict, ") and said.endswith(
         "pass count_fn, which returns how many targets loss_fn sums over"
     )
+
+
+class KnowsTargets(nn.Module):
+    """Returns the logits of all positions where it is given targets, and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        hidden = self.tok(inputs)
+        if targets is None:
+            return self.head(hidden[:, -1:]), None
+        logits = self.head(hidden)
+        return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_with_targets(rank: int, world_size: int) -> list[float]:
+    """The loss of an evaluation and of a step, and that which the model computes by itself."""
+    torch.manual_seed(3)
+    model, tokens = KnowsTargets(), torch.arange(12).view(4, 3) % 6
+    own = model(tokens, tokens)[1].item()
+    with HeteroPipeline(model, make_plan(("tok", "head")), optimizer=sgd, unpack=itemgetter(0)) as pipe:
+        return [
+            own,
+            pipe.evaluate_global(tokens, tokens, targets=tokens).loss,
+            pipe.step_global(tokens, tokens, targets=tokens).loss,
+        ]
+
+
+def test_a_model_may_name_an_argument_targets(run_ranks: RunRanks) -> None:
+    for own, *losses in run_ranks(train_with_targets, 2):
+        assert losses == pytest.approx([own, own], rel=1e-6)
+
+
+def test_outputs_that_token_cross_entropy_cannot_take() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"are \[2, 1, 6\] and targets \[2, 3\].*logits of all positions"):
+        token_cross_entropy(torch.zeros(2, 1, 6), tokens)
+    with pytest.raises(ConfigError, match=r"returns a tuple.*unpack=.*loss_fn="):
+        token_cross_entropy((torch.zeros(2, 3, 6), None), tokens)  # type: ignore[arg-type]
+
+
+class Noted(nn.Module):
+    """Says on its parameters which are to decay, as state-space models do; its head is tied to its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.c.weight = self.a.weight
+        for linear in (self.a, self.b):
+            linear.weight.no_decay = True  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))  # type: ignore[no-any-return]
+
+
+def look_at_notes(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        found.update({name: getattr(parameter, "no_decay", False) for name, parameter in named})
+        return sgd(parameter for _, parameter in named)
+
+    with torch.device(arguments.get("device", "cpu")):
+        model = nn.Sequential(OrderedDict(a=nn.Linear(6, 6), m=Noted(), z=nn.Linear(6, 6)))
+    plan = make_plan(("a", "m"), ("z",), zero=arguments.get("zero", 2))
+    HeteroPipeline(model, plan, optimizer=make, param_dtype=arguments.get("dtype")).close()
+    return found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16, "device": "meta"}, {"zero": 0}])
+def test_what_a_model_notes_on_parameters_reaches_the_optimizer(
+    arguments: dict[str, Any], run_ranks: RunRanks
+) -> None:
+    for found in run_ranks(look_at_notes, 2, arguments):
+        assert [name for name, noted in found.items() if noted] == ["m.a.weight", "m.b.weight"]
+        assert len(found) == 9

@@ -20,8 +20,7 @@ from zorselike import HeteroPipeline, initialize
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.alarm.failure import State, find_mismatch
-from zorselike.runtime.loss import token_cross_entropy
-from zorselike.runtime.model.boundaries import check_additive
+from zorselike.runtime.loss import check_additive, token_cross_entropy
 
 Make = Callable[[], nn.Module]
 

@@ -174,11 +174,11 @@ class ElasticPipeline:
             self._enter_next()
         return not self.why_left
 
-    def step(self, inputs: Any, targets: Any, **kwargs: Any) -> ElasticResult:
+    def step(self, inputs: Any, targets: Any, /, **kwargs: Any) -> ElasticResult:
         """As `HeteroPipeline.step`; what is not `is_done` when ranks were lost."""
         return self._step(lambda pipe: pipe.step(inputs, targets, **kwargs))
 
-    def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> ElasticResult:
+    def step_global(self, inputs: Any, targets: Any, /, **kwargs: Any) -> ElasticResult:
         """`step` for callers that hold the whole global batch on every rank; does it again where ranks were
         lost in it, unless a step before is to be done again, too, or this process is no rank any more."""
         before = self.num_steps
@@ -187,11 +187,11 @@ class ElasticPipeline:
             if result.is_done or self.num_steps != before or self.pipe is None:
                 return result
 
-    def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> ElasticResult:
+    def evaluate(self, inputs: Any, targets: Any, /, **kwargs: Any) -> ElasticResult:
         """As `HeteroPipeline.evaluate`; what is not `is_done` when ranks were lost."""
         return self._try(lambda pipe: pipe.evaluate(inputs, targets, **kwargs))
 
-    def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> ElasticResult:
+    def evaluate_global(self, inputs: Any, targets: Any, /, **kwargs: Any) -> ElasticResult:
         """`evaluate` for callers that hold the whole global batch on every rank."""
         return self._try(lambda pipe: pipe.evaluate_global(inputs, targets, **kwargs))
 

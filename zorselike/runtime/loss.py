@@ -6,9 +6,9 @@ Token-normalised over the whole batch, so that no split of the rows changes a gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from zorselike.errors import ConfigError
 from zorselike.runtime.comm.ranks import ProcessGroup
+from zorselike.runtime.model.nested import map_tensors, tensors_in
 
 LossFn = Callable[[Any, Any], Tensor]
 CountFn = Callable[[Any], Any]
@@ -27,7 +28,18 @@ IGNORE_INDEX = -100
 
 def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of cross-entropies: logits `[rows, ..., vocabulary]`, targets `[rows, ...]`; -100 is
-    ignored. In fp32 at least, whatever the logits' precision."""
+    ignored. In fp32 at least, whatever the logits' precision. Raises `ConfigError` for other shapes."""
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            f"the model returns a {type(logits).__name__}, and token cross-entropy takes logits alone; pass "
+            "unpack=, a function that takes them out, such as unpack=lambda out: out[0], or loss_fn="
+        )
+    if logits.shape[:-1].numel() != targets.numel():
+        raise ConfigError(
+            f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, and token cross-entropy "
+            "takes logits [rows, ..., vocabulary] for targets [rows, ...]; let the model return the logits "
+            "of all positions, or pass loss_fn="
+        )
     logits = logits.flatten(0, -2)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -126,3 +138,63 @@ class Loss:
 
 def _show(loss: Any) -> str:
     return f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+
+
+# -- a loss is a sum ------------------------------------------------------------------------
+
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-6}
+"""Relative to the summed parts: far above round-off, far below what a mean would show."""
+
+
+def check_additive(
+    loss_fn: Callable[[Any, Any], Any],
+    count_fn: Callable[[Any], Any],
+    outputs: Any,
+    targets: Any,
+    *,
+    over: Literal["rows", "positions"] = "rows",
+) -> None:
+    """Splits one batch in two and proves that loss and count are sums over rows, or over the positions of the
+    sequence.
+
+    `outputs` and `targets`: tensors `[rows, ...]` or `[rows, positions, ...]`, or nested tuples, lists and
+    dictionaries of them. One row is taken twice. Raises `ConfigError` otherwise.
+    """
+    dim = 0 if over == "rows" else 1
+    rows = min((t.shape[dim] for t in tensors_in((outputs, targets)) if t.dim() > dim), default=0)
+    if rows == 0:
+        return
+    if rows == 1:
+        outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor), dim))
+        rows = 2
+    halves = [slice(0, rows // 2), slice(rows // 2, rows)]
+    with torch.no_grad():  # Of copies, as a loss may change what it is given.
+        loss, count = loss_fn(map_tensors(outputs, torch.clone), targets), count_fn(targets)
+        if not isinstance(loss, Tensor) or loss.dim():
+            return  # No number, which who takes the loss refuses.
+        losses = [loss_fn(_cut(outputs, dim, half), _cut(targets, dim, half)) for half in halves]
+        counts = [count_fn(_cut(targets, dim, half)) for half in halves]
+    _require_sum("loss_fn", loss, losses, f"{rows} {over}")
+    _require_sum("count_fn", count, counts, f"{rows} {over}")
+
+
+def _cut(value: Any, dim: int, part: slice) -> Any:
+    return map_tensors(value, lambda tensor: tensor[(slice(None),) * dim + (part,)].clone())
+
+
+def _require_sum(what: str, whole: Any, split: Sequence[Any], whole_size: str) -> None:
+    dtype = whole.dtype if isinstance(whole, Tensor) else torch.float64
+    values = [float(value) for value in (whole, *split)]
+    if not all(abs(value) < float("inf") for value in values):  # also false for NaN
+        return
+    total, parts = values[0], values[1:]
+    if abs(total - sum(parts)) > _TOLERANCE.get(dtype, 0.0) * sum(map(abs, parts)):
+        mend = (
+            "sum over rows and tokens (reduction='sum'); the mean is taken over the global batch"
+            if what == "loss_fn"
+            else "return how many targets the loss sums over"
+        )
+        raise ConfigError(
+            f"{what} is not additive over {whole_size.split()[1]}: {total:g} for {whole_size}, but "
+            f"{' + '.join(f'{part:g}' for part in parts)} for their halves; {mend}"
+        )

@@ -35,6 +35,7 @@ from zorselike.runtime.loss import (
     Loss,
     LossFn,
     Unpack,
+    check_additive,
     count_targets,
     count_valid_tokens,
     token_cross_entropy,
@@ -48,7 +49,7 @@ from zorselike.runtime.ministage.updates import (
     default_optimizer,
     defers_updates,
 )
-from zorselike.runtime.model.boundaries import check_additive, check_kwargs
+from zorselike.runtime.model.boundaries import check_kwargs
 from zorselike.runtime.model.partition import Split
 from zorselike.runtime.processes.device import (
     ParamDtype,
@@ -226,7 +227,7 @@ class HeteroPipeline(Stateful):
 
     # -- training --------------------------------------------------------------------------
 
-    def step(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+    def step(self, inputs: Any, targets: Any, /, **kwargs: Any) -> StepResult:
         """One optimizer step over the global batch; every rank calls it.
 
         `inputs`: tensor or tuple of tensors `[len(input_rows), ...]`, `targets`: `[len(target_rows), ...]`,
@@ -235,16 +236,16 @@ class HeteroPipeline(Stateful):
         """
         return self._run("step", inputs, targets, kwargs)
 
-    def step_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+    def step_global(self, inputs: Any, targets: Any, /, **kwargs: Any) -> StepResult:
         """`step` for callers that hold the whole global batch on every rank."""
         return self._run_global("step", inputs, targets, kwargs)
 
-    def evaluate(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+    def evaluate(self, inputs: Any, targets: Any, /, **kwargs: Any) -> StepResult:
         """The loss over one global batch without training: forward only, modules in eval mode for
         its time, and the next step as it would have been without it."""
         return self._run("evaluate", inputs, targets, kwargs)
 
-    def evaluate_global(self, inputs: Any, targets: Any, **kwargs: Any) -> StepResult:
+    def evaluate_global(self, inputs: Any, targets: Any, /, **kwargs: Any) -> StepResult:
         """`evaluate` for callers that hold the whole global batch on every rank."""
         return self._run_global("evaluate", inputs, targets, kwargs)
 

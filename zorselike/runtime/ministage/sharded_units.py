@@ -148,6 +148,10 @@ class ShardedUnits:
                 sharded = dict(self._named_parameters_of(part))
                 for name, rows in local.items():
                     self.masters[name] = nn.Parameter(like_sharded(rows, sharded[name]))
+                for name, whole in named:
+                    # What a model notes on a parameter, `_no_weight_decay`, is for who makes the optimizer.
+                    for own in (sharded[name], self.masters.get(name, sharded[name])):
+                        vars(own).update(vars(whole))
                 offloads = "optimizer" in self._group.offload
                 self.host_backed_masters += place_masters(local, self._memory, offload=offloads)
         parts = [part for unit in units for part in (unit, *(piece for piece, _ in self._pieces_of(unit)))]

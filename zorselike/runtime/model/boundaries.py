@@ -6,10 +6,10 @@ negotiated at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
-from zorselike.runtime.model.nested import map_tensors, tensors_in
+from zorselike.runtime.model.nested import map_tensors
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
 from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies
@@ -179,7 +179,7 @@ def trace_step(
         sources=tuple(
             frozenset(call.name for call in recorder.calls if not call.carries_grad) for recorder in calls
         ),
-        changing=tuple(frozenset(recorder.changing) for recorder in calls),
+        changing=tuple(frozenset(a.changing | b.changing) for a, b in zip(calls, larger_calls, strict=True)),
         layer_inputs=tuple(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),
@@ -330,19 +330,34 @@ def as_model_output(output: Any, where: str) -> tuple[Tensor, ...]:
 
     Raises `ConfigError` with the hint `unpack=`, also for a loss computed inside the model.
     """
-    hint = "pass unpack=, a function that takes the tensors out, such as unpack=lambda out: out.logits"
+    example = f"unpack=lambda out: {_take_out(output)}"
+    hint = f"pass unpack=, a function that takes the tensors out, such as {example}"
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     entries = output if isinstance(output, tuple) else (output,)
     has_scalar = any(isinstance(t, Tensor) and not t.dim() for t in entries)
     if has_scalar or (isinstance(loss, Tensor) and not isinstance(output, Tensor)):
         raise ConfigError(
             f"{where} returns a loss computed inside the model, which knows nothing of the global batch; "
-            f"do not pass labels to the model; {hint}, and loss_fn= computes the loss"
+            f"{hint}, and loss_fn= computes the loss (pass no labels to the model if it returns all logits "
+            "without)"
         )
     try:
         return as_boundary(output, where)
     except ConfigError as error:
         raise ConfigError(f"{where} returns {_name_output(output)}; {hint}") from error
+
+
+def _take_out(output: Any) -> str:
+    """How to take the first tensor that has rows out of what a model returned."""
+    if isinstance(output, dict) and not hasattr(output, "logits"):
+        return next((f"out[{key!r}]" for key, t in output.items() if _has_rows(t)), "out['logits']")
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        return next((f"out[{i}]" for i, t in enumerate(output) if _has_rows(t)), "out[0]")
+    return "out.logits"
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _name_output(output: Any) -> str:
@@ -409,63 +424,3 @@ def _cast_inputs(module: nn.Module, part: ModelPart, dtype: torch.dtype) -> None
     units = [module.get_submodule(name) for name in part.units]
     for target in [module, *(unit for unit in units if any(True for _ in unit.parameters()))]:
         target.register_forward_pre_hook(cast, with_kwargs=True)
-
-
-# -- loss ----------------------------------------------------------------------------------
-
-_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-6}
-"""Relative to the summed parts: far above round-off, far below what a mean would show."""
-
-
-def check_additive(
-    loss_fn: Callable[[Any, Any], Any],
-    count_fn: Callable[[Any], Any],
-    outputs: Any,
-    targets: Any,
-    *,
-    over: Literal["rows", "positions"] = "rows",
-) -> None:
-    """Splits one batch in two and proves that loss and count are sums over rows, or over the positions of the
-    sequence.
-
-    `outputs` and `targets`: tensors `[rows, ...]` or `[rows, positions, ...]`, or nested tuples, lists and
-    dictionaries of them. One row is taken twice. Raises `ConfigError` otherwise.
-    """
-    dim = 0 if over == "rows" else 1
-    rows = min((t.shape[dim] for t in tensors_in((outputs, targets)) if t.dim() > dim), default=0)
-    if rows == 0:
-        return
-    if rows == 1:
-        outputs, targets = map_tensors((outputs, targets), lambda tensor: torch.cat((tensor, tensor), dim))
-        rows = 2
-    halves = [slice(0, rows // 2), slice(rows // 2, rows)]
-    with torch.no_grad():  # Of copies, as a loss may change what it is given.
-        loss, count = loss_fn(map_tensors(outputs, torch.clone), targets), count_fn(targets)
-        if not isinstance(loss, Tensor) or loss.dim():
-            return  # No number, which who takes the loss refuses.
-        losses = [loss_fn(_cut(outputs, dim, half), _cut(targets, dim, half)) for half in halves]
-        counts = [count_fn(_cut(targets, dim, half)) for half in halves]
-    _require_sum("loss_fn", loss, losses, f"{rows} {over}")
-    _require_sum("count_fn", count, counts, f"{rows} {over}")
-
-
-def _cut(value: Any, dim: int, part: slice) -> Any:
-    return map_tensors(value, lambda tensor: tensor[(slice(None),) * dim + (part,)].clone())
-
-
-def _require_sum(what: str, whole: Any, split: Sequence[Any], whole_size: str) -> None:
-    dtype = whole.dtype if isinstance(whole, Tensor) else torch.float64
-    values = [float(value) for value in (whole, *split)]
-    if not all(abs(value) < float("inf") for value in values):  # also false for NaN
-        return
-    total, parts = values[0], values[1:]
-    if abs(total - sum(parts)) > _TOLERANCE.get(dtype, 0.0) * sum(map(abs, parts)):
-        mend = (
-            "sum over rows and tokens (reduction='sum'); the mean is taken over the global batch"
-            if what == "loss_fn"
-            else "return how many targets the loss sums over"
-        )
-        raise ConfigError(
-            f"{what} is not additive over {whole_size.split()[1]}: {total:g} for {whole_size}, but "
-            f"{' + '.join(f'{part:g}' for part in parts)} for their halves; {mend}"
-        )

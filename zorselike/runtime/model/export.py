@@ -235,24 +235,44 @@ def _refusing_own_backwards(model: nn.Module) -> Iterator[None]:
     function, register_hook, own = torch.autograd.Function, Tensor.register_hook, get_ident()
     apply = vars(function)["apply"]
 
-    def apply_known(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse_function(cls: Any) -> None:
         name = f"{cls.__module__}.{cls.__qualname__}"
         if get_ident() == own and not name.startswith("torch.") and name not in _SAME_BACKWARD:
             raise CannotCut(f"the backward of {cls.__qualname__}, an autograd.Function, would be lost")
+
+    def apply_known(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_function(cls)
         return apply.__get__(None, cls)(*args, **kwargs)
+
+    def forward_known(cls: Any, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            refuse_function(cls)
+            return forward.__get__(None, cls)(*args, **kwargs)
+
+        return staticmethod(run)
 
     def refuse(tensor: Tensor, hook: Any) -> Any:
         if get_ident() == own:
             raise CannotCut("a tensor's gradient hook, registered in a forward, would be lost")
         return register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
+    # An `apply` that was bound before, as in `scan = Scan.apply`, is out of reach, but not what it calls.
+    forwards = {cls: vars(cls)["forward"] for cls in _subclasses(function) if "forward" in vars(cls)}
     with _capturing:
+        for cls, forward in forwards.items():
+            cls.forward = forward_known(cls, forward)
         function.apply = classmethod(apply_known)  # type: ignore[method-assign, assignment]
         Tensor.register_hook = refuse  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
+            for cls, forward in forwards.items():
+                cls.forward = forward
+
+
+def _subclasses(cls: Any) -> set[Any]:
+    return {found for below in cls.__subclasses__() for found in (below, *_subclasses(below))}
 
 
 class ExportedForward:
