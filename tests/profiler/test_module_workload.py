@@ -180,6 +180,20 @@ def test_what_lies_around_the_layers_is_counted_to_them() -> None:
     assert workload.kind_of["blocks.2"].activation_bytes_per_row == 2 * 8 * 4
 
 
+class AsksForValues(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if x.gt(0).any() else x)  # type: ignore[no-any-return]
+
+
+def test_a_forward_may_ask_for_values() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    asked, plain = (
+        measure_workload(kind(*layers), torch.zeros(2, 8), dtype="float32", name="x", modules=["0", "1"])
+        for kind in (AsksForValues, nn.Sequential)
+    )
+    assert asked.layers == plain.layers and asked.kinds == plain.kinds
+
+
 def test_frozen_weights_have_half_a_backward() -> None:
     model = nn.Sequential(*make_mlp(8, 8, 8, 8))
     for parameter in model[1].parameters():
@@ -242,7 +256,7 @@ class Asks(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if x.sum() > 0 else x
+        return self.linear(x) if x.numpy().sum() > 0 else x  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,15 @@ import pytest
 import torch
 from ranks import RunRanks
 from tiny import Case, Decoder, adamw, module_names
+from torch import Tensor, nn
 
 from zorselike import HeteroPipeline
 from zorselike.plan import ConfigError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
-from zorselike.runtime.model.partition import Split
+from zorselike.runtime.loss import count_valid_tokens, token_cross_entropy
+from zorselike.runtime.model.boundaries import trace_boundaries
+from zorselike.runtime.model.partition import Split, partition
+from zorselike.runtime.model.signature import Signature
 
 NAMES = module_names(2)
 GROUPS = (Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 3))), Group((1,), (Microbatch(1, 0, 3),)))
@@ -56,3 +60,77 @@ def test_another_shape_names_the_option(run_ranks: RunRanks, split: Split | None
 
     (said,) = run_ranks(fail, 1)
     assert said.endswith("built for int64 [rows, 4]; pad to one shape, or pass " + mend)
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = torch.tanh(super().forward(x))
+        return x if padding is None else x.masked_fill(padding[..., None], 0.0)
+
+
+class Padded(nn.Module):
+    """Asks for values: masks rows only where some are padded, and, where `skips`, leaves out a layer then."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(6, 5), nn.ModuleList(Masked() for _ in range(2))
+        self.head, self.skips = nn.Linear(5, 6), skips
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding: Tensor | None = tokens.eq(0)
+        if not padding.any():  # type: ignore[union-attr]
+            padding = None
+        x = self.embed(tokens) / max(tokens.max().item(), 1)
+        for layer in self.layers[: 1 if self.skips and padding is None else 2]:
+            x = layer(x, padding)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+TOKENS = torch.tensor([[1, 2, 5], [5, 0, 0], [4, 1, 5], [5, 5, 0], [5, 2, 2]])
+"""Rows of which each has the highest token, and some are padded."""
+
+
+def ask_for_values(rank: int, world_size: int, zero: int | None, skips: bool = False) -> dict[str, Tensor]:
+    """Two steps' weights; `zero` None: without a plan."""
+    torch.manual_seed(0)
+    model = Padded(skips).double()
+    if zero is None:
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            loss = token_cross_entropy(model(TOKENS), TOKENS) / count_valid_tokens(TOKENS)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.detach() for name, value in model.state_dict().items()}
+    # Rank 1's microbatches are one of each kind.
+    microbatches = (Microbatch(0, 0, 1), Microbatch(1, 1, 2), Microbatch(1, 2, 3), Microbatch(0, 3, 5))
+    group = Group((0, 1), microbatches, zero=zero, recompute="layer")
+    plan = Plan(5, (group,), (Ministage(0, ("embed", "layers.0", "layers.1", "head")),))
+    with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+        for _ in range(2):
+            pipe.step_global(TOKENS, TOKENS)
+        return pipe.full_state_dict()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_model_may_branch_on_values_within_a_ministage(zero: int, run_ranks: RunRanks) -> None:
+    (expected,), (found, _) = (run_ranks(ask_for_values, n, z) for n, z in ((1, None), (2, zero)))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_values_that_say_which_layers_are_called_are_refused(run_ranks: RunRanks) -> None:
+    for end in run_ranks(ask_for_values, 2, 2, True, allow_exit=True):
+        assert (
+            "calls embed, layers.0, layers.1, head or embed, layers.0, head, as the values" in end.last_line
+        )
+
+
+def test_what_export_cannot_know_is_named_with_its_place() -> None:
+    plan = Plan(3, GROUPS, (Ministage(0, ("embed",)), Ministage(1, ("layers.0", "layers.1", "head"))))
+    parts = partition(Padded(), plan)
+    with pytest.raises(ConfigError, match=r"torch.export cannot cut .*\(test_crossing.py:\d+\); pass split="):
+        trace_boundaries(parts, plan, Signature.of(TOKENS), {}, trainable=(True, True))

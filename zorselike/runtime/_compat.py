@@ -18,13 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 FAKE_TENSOR_LOG = logging.getLogger(FakeTensorMode.__module__)
 """Where torch says what fails on fake tensors."""
+ASKS_FOR_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)
+"""What it raises where a forward branches on the values of a tensor, which fake ones lack."""
 
 
 def reduces_unused_parameters(module: FSDPModule) -> bool:

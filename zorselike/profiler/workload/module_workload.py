@@ -24,7 +24,7 @@ from zorselike.profiler.workload.causal_lm import (
     training_arguments,
     use_grouped_experts,
 )
-from zorselike.profiler.workload.layer_watch import LayerRecord, watch_layers
+from zorselike.profiler.workload.layer_watch import LayerRecord, LayerWatch, watch_layers
 from zorselike.profiler.workload.model_layers import (
     Structure,
     describe_structure,
@@ -33,6 +33,7 @@ from zorselike.profiler.workload.model_layers import (
     require_layers,
 )
 from zorselike.profiler.workload.pieces import count_pieces
+from zorselike.runtime._compat import ASKS_FOR_VALUES
 from zorselike.runtime.model.causal_lm import keep_rotations
 from zorselike.runtime.model.nested import map_leaves
 from zorselike.runtime.model.partition import find_ties
@@ -166,14 +167,22 @@ def _run(
             return leaf
         return torch.zeros(leaf.shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype, device="cpu")
 
+    def compute() -> LayerWatch:
+        with watch_layers(copy, names) as watch:
+            output = copy(*arguments, **keywords)
+            if loss_fn is not None:
+                loss_fn(output)
+        return watch
+
     with mode, torch.enable_grad():
         arguments = [fake(tensor) for tensor in inputs]
         keywords = {key: map_leaves(value, fake) for key, value in kwargs.items()}
         try:
-            with watch_layers(copy, names) as watch:
-                output = copy(*arguments, **keywords)
-                if loss_fn is not None:
-                    loss_fn(output)
+            try:
+                watch = compute()
+            except ASKS_FOR_VALUES:
+                with mode.guessing(True):
+                    watch = compute()
         except Exception as error:
             raise ConfigError(
                 f"model: {type(model).__name__} does not run on the example inputs without memory "

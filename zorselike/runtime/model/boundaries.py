@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from zorselike.cost.sizes import is_layer
 from zorselike.errors import ConfigError
 from zorselike.plan.plan import Plan
+from zorselike.runtime._compat import ASKS_FOR_VALUES
 from zorselike.runtime.model.nested import map_tensors
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
-from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies
+from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies, find_place
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
 
@@ -159,8 +161,20 @@ def trace_step(
             for part, module in zip(parts, modules, strict=True):
                 _cast_inputs(module, part, param_dtype)
         rows = few, more = skeleton.probe_rows
-        outputs, calls = run_parts(parts, modules, inputs, specs, few, mode=skeleton.mode)
-        others, larger_calls = run_parts(parts, modules, inputs, specs, more, mode=skeleton.mode)
+        run = partial(run_parts, parts, modules, inputs, specs, mode=skeleton.mode)
+        try:
+            both = run(few), run(more)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, ASKS_FOR_VALUES):
+                raise
+            both = None
+        if both is None:  # It branches on values: once it goes either way.
+            with skeleton.mode.guessing(False):
+                _, otherwise = run(few)
+            with skeleton.mode.guessing(True):
+                both = run(few), run(more)
+            _unite_calls(parts, both[0][1], otherwise)
+    (outputs, calls), (others, larger_calls) = both
     boundaries = [inputs]
     for index, (output, other) in enumerate(zip(outputs, others, strict=True)):
         where = name_ministage(plan, index)
@@ -184,6 +198,21 @@ def trace_step(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),
     )
+
+
+def _unite_calls(
+    parts: Sequence[ModelPart], calls: Sequence[Recorder], otherwise: Sequence[Recorder]
+) -> None:
+    """Notes with `calls` what changes in place otherwise. Raises `ConfigError` where values decide which
+    layers are called."""
+    for part, recorder, other in zip(parts, calls, otherwise, strict=True):
+        this, that = ([call.name for call in own.calls] for own in (recorder, other))
+        if this != that:
+            raise ConfigError(
+                f"{part.name} calls {', '.join(this)} or {', '.join(that)}, as the values of tensors say, "
+                "and ranks must call the same; let it call all, and choose between results (torch.where)"
+            )
+        recorder.changing |= other.changing
 
 
 def _measure_layer_inputs(few: Recorder, more: Recorder, rows: tuple[int, int]) -> tuple[InputBytes, ...]:
@@ -285,7 +314,9 @@ def run_module(
         hint = ""
         if "'NoneType' object" in str(error):
             hint = "; a module of another ministage is None here, and this forward does not skip it"
-        raise ConfigError(f"{where} fails on {shapes}: {first_line(error)}{hint}") from error
+        raise ConfigError(
+            f"{where} fails on {shapes}: {first_line(error)}{find_place(error)}{hint}"
+        ) from error
 
 
 def check_crossing(tensors: Sequence[Tensor], boundary: Signature, rows: int, where: str) -> None:

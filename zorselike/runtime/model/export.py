@@ -27,7 +27,7 @@ from zorselike.runtime.model.nested import leaves, map_leaves, tensors_in
 from zorselike.runtime.model.pruning import find_units, loose_parameters, plan_module, prune
 from zorselike.runtime.model.signature import KwargSpecs, KwargTensor, Signature, make_kwargs
 from zorselike.runtime.model.stage_graph import StageGraph
-from zorselike.runtime.model.tracing import Skeleton, fake_copies
+from zorselike.runtime.model.tracing import Skeleton, fake_copies, find_place
 from zorselike.text.wording import first_line
 
 _INNER = "model"
@@ -136,7 +136,7 @@ class Exporter(Skeleton):
         except ConfigError:
             raise
         except Exception as error:
-            raise self._refuse(first_line(error)) from error
+            raise self._refuse(f"{first_line(error)}{find_place(error)}") from error
         has_rows = [True] * len(inputs.tensors) + [leaf.has_rows for leaf in _tensors_of(dict(kwargs))]
         try:
             return Flow(

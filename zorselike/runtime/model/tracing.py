@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
+import zorselike
 from zorselike.errors import ConfigError
 from zorselike.runtime._compat import FAKE_TENSOR_LOG, TorchDispatchMode, grouped_products
 from zorselike.runtime.model.nested import map_leaves, tensors_in
@@ -34,7 +37,8 @@ class FakeMode:
 
     def __init__(self, mode: Any) -> None:
         """`mode`: torch's own."""
-        self._modes = (mode, _GroupedProducts())
+        self._guesses = _Guesses()  # type: ignore[no-untyped-call]
+        self._modes = (mode, _GroupedProducts(), self._guesses)
         self.from_tensor: Callable[[Tensor], Tensor] = mode.from_tensor
 
     def __enter__(self) -> None:
@@ -44,6 +48,26 @@ class FakeMode:
     def __exit__(self, *raised: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*raised)
+
+    @contextmanager
+    def guessing(self, value: bool) -> Iterator[None]:
+        """Inside, who asks for the value of a tensor gets this one, or 1 where a number is asked for."""
+        self._guesses.value = value
+        try:
+            yield
+        finally:
+            self._guesses.value = None
+
+
+class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    value: bool | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self.value is None or not isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return found
+        dtype = args[0].dtype if args and isinstance(args[0], Tensor) else torch.int64
+        return self.value if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -119,6 +143,14 @@ def _fake(tensor: Tensor, *, param_dtype: torch.dtype | None, all_trainable: boo
         trainable = tensor.requires_grad or (all_trainable and tensor.is_floating_point())
         fake = nn.Parameter(fake, requires_grad=trainable)
     return fake
+
+
+def find_place(error: BaseException) -> str:
+    """Where in a model's own code an error arose, as ` (model.py:12)`; empty where in none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (*torch.__path__, *zorselike.__path__, "<")
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 class Skeleton:
