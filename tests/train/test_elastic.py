@@ -321,6 +321,39 @@ def test_a_spare_that_alone_is_left_goes_on_from_the_job_s_checkpoint_in_its_fol
     assert "goes on from" in read_log(folder / "orphan")
 
 
+def start_where_the_disk_goes(rank: int, *others: Any) -> None:
+    """The leader is lost with the disk, which comes back three steps later."""
+    arguments = others[2]
+    folder = Path(arguments[arguments.index("--job.dump_folder") + 1])
+    away, step = folder.with_name(f"{folder.name} away"), ProgramPipeline.step
+
+    def step_where_the_disk_goes(pipe: ProgramPipeline, *rows: Any, **keywords: Any) -> Any:
+        if pipe.rank == 0 and pipe.num_steps == 3 and pipe.plan.num_ranks == 3:
+            folder.rename(away)
+            folder.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if pipe.rank == 0 and pipe.num_steps == 6 and away.exists():
+            folder.unlink()
+            away.rename(folder)
+        return step(pipe, *rows, **keywords)
+
+    ProgramPipeline.step = step_where_the_disk_goes  # type: ignore[method-assign]
+    start(rank, *others)
+
+
+def test_a_rank_is_lost_while_nothing_can_be_written(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """The new leader could not make the lease of the folder of checkpoints anew, and all ended."""
+    folder, expected = unbroken
+    saves = ("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard")
+    ends = train(run_ranks, folder, *saves, num=3, name="away", start=start_where_the_disk_goes)
+    assert sorted(end.code for end in ends) == [-signal.SIGKILL, 0, 0], [end.stderr for end in ends]
+    check(read_rows(folder / "away"), expected[:3])
+    steps = [int(path.name.removeprefix("step-")) for path in list_steps(folder / "away" / "checkpoint")]
+    assert steps[0] == STEPS and 6 not in steps
+
+
 def test_who_is_told_to_end_leaves_and_all_who_are_save(
     run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
 ) -> None:

@@ -88,8 +88,11 @@ class RunCheckpoints:
 
     def claim(self, *, job: str = "") -> None:
         """Makes this run the one that saves into its folder, for whoever leads `job`, if it has a name;
-        collective. `CheckpointError` on every rank: another one does."""
-        self._pipe.claim_checkpoints(self.folder, job=job)
+        collective. `CheckpointError` on every rank: another one does, or nothing can be written there."""
+        try:
+            self._pipe.claim_checkpoints(self.folder, job=job)
+        except CheckpointError as error:
+            raise CheckpointError(f"[checkpoint] folder: {error}") from error
 
     @property
     def saved(self) -> tuple[int, dict[str, Any]] | None:

@@ -18,7 +18,7 @@ import torch
 
 from zorselike.elastic.drawing import find_memory
 from zorselike.elastic.meeting.environment import from_environment
-from zorselike.errors import ClusterError
+from zorselike.errors import CheckpointError, ClusterError
 from zorselike.plan.plan import Plan
 from zorselike.runtime.pipeline import HeteroPipeline
 from zorselike.runtime.processes.device import find_device
@@ -181,14 +181,15 @@ class ElasticRun:
             self.known = replace(self.known, saved=checkpoints.saved)
         else:
             checkpoints = self._make_checkpoints(inner, ranks)
-        if self.known.first_step < 0:
+        is_first = self.known.first_step < 0
+        if is_first:
             step = pipe.num_steps
             validated = step - 1 if checkpoints.owes_validation else step
             self.known = replace(self.known, first_step=step, validated=validated, last=None)
         folder = Path(self.known.folder)
         checkpoints.run = {"job": self.known.job, "folder": self.known.folder}
         if self.config.checkpoint.enable:
-            checkpoints.claim(job=self.known.job)
+            self._claim(checkpoints, must_succeed=is_first)
             if self.known.saved is not None:
                 checkpoints.remember(self.known.saved)
                 pipe.note_checkpoint(str(checkpoints.folder))
@@ -214,11 +215,27 @@ class ElasticRun:
         if is_first:
             known = replace(known, job=self.pipe.job, folder=self._open_folder(ranks), first_step=-1)
         elif ranks.rank == 0:
-            log_into(Path(known.folder))
+            self._log_on(Path(known.folder))
         for record in self._unlogged:
             logger.handle(record)
         self.known, self._unlogged = known, []
         return ranks
+
+    def _claim(self, checkpoints: RunCheckpoints, *, must_succeed: bool) -> None:
+        """Later a disk that is full, or away, is a reason to save nothing for now, as it is at a save."""
+        try:
+            checkpoints.claim(job=self.known.job)
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            if self.pipe.rank == 0:
+                logger.warning("nothing can be saved now, and training goes on: %s", error)
+
+    def _log_on(self, folder: Path) -> None:
+        try:
+            log_into(folder)
+        except OSError as error:
+            logger.warning("this rank's log goes to no file: %s", error)
 
     def _open_folder(self, ranks: RanksOfGeneration) -> str:
         """The run's: a new one, unless all who were there before have lost this job to others, who go on from

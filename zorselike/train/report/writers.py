@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import takewhile
@@ -14,6 +16,8 @@ from typing import Protocol
 from zorselike.errors import ConfigError
 from zorselike.text.wording import first_line
 from zorselike.train.config.config import Config
+
+logger = logging.getLogger("zorselike")
 
 VALIDATION_LOSS = "validation_metrics/loss"
 
@@ -178,19 +182,33 @@ def open_writers(
     config: Config, *, folder: Path, rank: int, launcher_rank: int, after: int | None = None
 ) -> list[Writer]:
     """What this process writes: rank 0 of the launcher everything, others events if they are asked for.
-    `after`: what is there up to this step goes on, whoever wrote it.
+    `after`: what is there up to this step goes on, whoever wrote it; files that cannot be opened, as a disk
+    that is away now, are then left out with a warning.
 
     Raises:
         ConfigError: wandb does not start.
+        OSError: A file cannot be opened, without `after`.
     """
     settings, writers = config.metrics, list[Writer]()
     if launcher_rank == 0:
         later = [VALIDATION_LOSS] * config.validation.enable + [*ELASTIC] * config.elastic.enable
-        writers.append(CsvWriter(folder / "metrics.csv", later=later, after=after))
+        with _leaving_out("metrics.csv", leaves_out=after is not None):
+            writers.append(CsvWriter(folder / "metrics.csv", later=later, after=after))
     if settings.enable_tensorboard and (launcher_rank == 0 or settings.save_for_all_ranks):
         events = folder / settings.save_tb_folder
         own = events / f"rank_{rank}" if settings.save_for_all_ranks else events
-        writers.append(TensorBoardWriter(own, after=after))
+        with _leaving_out("TensorBoard", leaves_out=after is not None):
+            writers.append(TensorBoardWriter(own, after=after))
     if settings.enable_wandb and launcher_rank == 0:
         writers.append(WandbWriter(config, folder=folder, goes_on=config.elastic.enable))
     return writers
+
+
+@contextmanager
+def _leaving_out(what: str, *, leaves_out: bool) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not leaves_out:
+            raise
+        logger.warning("no numbers go to %s until ranks change again: %s", what, error)
