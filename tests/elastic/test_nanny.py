@@ -261,6 +261,19 @@ time.sleep(60)
     assert leave_when((tmp_path / "starts.ready").exists, nanny) == [5] and len(starts(tmp_path)) == 1
 
 
+def test_a_worker_that_is_to_leave_while_it_starts_does_not_end_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+say(last=-1)
+open(sys.argv[1] + ".ready", "w").close()
+time.sleep(60)
+"""
+    nanny = make(None, tmp_path, script)
+    assert leave_when((tmp_path / "starts.ready").exists, nanny) == [128 + signal.SIGTERM]
+    assert "worker was ended by SIGTERM before it had a part in its job" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_who_is_to_leave_in_the_place_of_a_lost_worker_before_it_has_a_part_has_not_failed(
     reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float

@@ -212,5 +212,6 @@ def keep(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> i
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    codes = {MISTAKE if nanny.returncode == UNFOUNDED else nanny.returncode: None for nanny in nannies}
+    ended = [MISTAKE if nanny.returncode == UNFOUNDED else nanny.returncode for nanny in nannies]
+    codes = dict.fromkeys(128 - code if code < 0 else code for code in ended)  # As a shell says it.
     return next((code for code in codes if code not in (0, LATE)), 0 if 0 in codes else LATE)

@@ -101,8 +101,9 @@ class Nanny:
             if is_late and self._tell(known) in (None, *self._list_joined()):
                 self._say("the job has ended meanwhile, or cannot be reached any more")
                 return LATE
-            if code and self._leaves and ANSWERED in self._environment and known.last < 0:
-                return LATE
+            if code and self._leaves and known.last < 0:
+                self._say(f"worker {describe_end(code)} before it had a part in its job")
+                return LATE if ANSWERED in self._environment else code
             is_out = known.over is not None and not known.may_return
             if code == 0 or self._leaves or (is_out and not is_late):
                 return code
