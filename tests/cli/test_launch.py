@@ -390,6 +390,17 @@ def test_a_jobset_has_a_replicated_job_for_each_kind(folder: Path) -> None:
     assert "nodes=(a-0 a-1)" in first["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
 
 
+def test_a_jobset_says_how_what_a_run_saves_outlives_its_pods(folder: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = write(MIXED, "jobset")
+    assert "# What a run saves is gone with its pods" in text and "--job.dump_folder /outputs" in text
+    _, jobset = yaml.safe_load_all(text.replace("# - {name: outputs", "- {name: outputs"))
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]["template"]["spec"]
+        assert spec["volumes"][-1] == {"name": "outputs", "persistentVolumeClaim": {"claimName": "CLAIM"}}
+        assert spec["containers"][0]["volumeMounts"][-1] == {"name": "outputs", "mountPath": "/outputs"}
+
+
 def check_published(value: Any, schema: Any, where: str = "") -> None:
     """By a schema as Kubernetes publishes it, which refuses fields that it does not know."""
     kind = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}

@@ -16,9 +16,11 @@ from zorselike.text.files import read_text
 
 IMAGE = "IMAGE"
 """Stands for a container image that the user must name."""
+CLAIM = "CLAIM"
+"""Stands for a persistent volume claim that pods of all nodes may write to at once."""
 PRODUCT = "nvidia.com/gpu.product"
 """Label of a node by NVIDIA's GPU feature discovery: the driver's name of its GPUs with hyphens."""
-_FOLDER = "/job"
+_FOLDER, _OUTPUTS = "/job", "/outputs"
 _GRACE_S = 300
 _MOST_NAME, _MOST_POD = 40, 63
 """Characters of a JobSet's name, of which its pods' are made, and of a pod's with its random suffix."""
@@ -48,6 +50,8 @@ def write_jobset(job: Job, *, file: str) -> str:
         f"#   kubectl apply --server-side -f {quote(file)}",
         f"# {IMAGE} is yours to name: any with zorselike in it. So are the values of {PRODUCT}",
         f"# (kubectl get nodes -L {PRODUCT}), and what pods may have of CPUs, memory and disks.",
+        "# What a run saves is gone with its pods, unless it is on a volume: take the # from the lines with",
+        f"# `outputs`, name your {CLAIM} there, and add --job.dump_folder {_OUTPUTS} to the commands.",
         *write_comment(*(f"{note}." for note in job.list_notes())),
     ]
     return "\n".join(
@@ -133,11 +137,13 @@ def _write_replicated_job(job: Job, kind: NodeKind, *, name: str, first: str, pr
         "              volumeMounts:",
         f"              - {{name: plan, mountPath: {_FOLDER}}}",
         "              - {name: shared-memory, mountPath: /dev/shm}",
+        f"              # - {{name: outputs, mountPath: {_OUTPUTS}}}",
         "            volumes:",
         "            - name: plan",
         f"              configMap: {{name: {_name(job)}-plan}}",
         "            - name: shared-memory",
         "              emptyDir: {medium: Memory}",
+        f"            # - {{name: outputs, persistentVolumeClaim: {{claimName: {CLAIM}}}}}",
     ]
 
 
