@@ -354,6 +354,34 @@ def test_a_rank_is_lost_while_nothing_can_be_written(
     assert steps[0] == STEPS and 6 not in steps
 
 
+def start_where_checkpoints_go(rank: int, *others: Any) -> None:
+    arguments, step = others[2], ProgramPipeline.step
+    saved = Path(arguments[arguments.index("--job.dump_folder") + 1]) / "checkpoint"
+
+    def step_where_checkpoints_go(pipe: ProgramPipeline, *rows: Any, **keywords: Any) -> Any:
+        if pipe.rank == 0 and pipe.num_steps == 5 and pipe.plan.num_ranks == 3:
+            saved.rename(saved.with_name("away"))
+        return step(pipe, *rows, **keywords)
+
+    ProgramPipeline.step = step_where_checkpoints_go  # type: ignore[method-assign]
+    start(rank, *others)
+
+
+def test_who_would_go_back_to_a_checkpoint_that_is_away_does_not_begin_anew(
+    run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
+) -> None:
+    """It began with what a run begins with, or was told of `skip_init`."""
+    folder, _ = unbroken
+    train_alone(run_ranks, folder, "--training.steps", "1", "--checkpoint.enable", name="first")
+    first = str(folder / "first" / "checkpoint" / "step-00000001")
+    saves = ("--checkpoint.enable", "--checkpoint.interval", "4", "--checkpoint.initial_load_path", first)
+    faults = ((5, 3, (2, 1), signal.SIGKILL),)
+    own = {"faults": faults, "name": "none", "start": start_where_checkpoints_go}
+    ends = train(run_ranks, folder, *saves, "--checkpoint.async_mode", "disabled", num=3, **own)
+    assert [end.code for end in ends if end.code > 0] == [2], [end.stderr for end in ends]
+    assert "the checkpoints that this run has saved are there no more" in "".join(end.stderr for end in ends)
+
+
 def test_who_is_told_to_end_leaves_and_all_who_are_save(
     run_ranks: RunRanks, unbroken: tuple[Path, list[dict[str, float]]]
 ) -> None:

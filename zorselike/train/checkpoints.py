@@ -106,13 +106,14 @@ class RunCheckpoints:
         self._saved_step, self._best = saved
         self._lowest = self._best
 
-    def go_on(self, *, claims: bool = True) -> None:
+    def go_on(self, *, claims: bool = True, must_load: bool = False) -> None:
         """Loads what the run goes on from: its own newest checkpoint, or what it is told to begin with, if
-        there is either; `claims`: and the folder, if it saves. Collective.
+        there is either; `claims`: and the folder, if it saves. `must_load`: it has trained, and has saved
+        checkpoints. Collective.
 
         Raises:
-            CheckpointError: There are checkpoints, and none of them can be loaded; or going on from an older
-                one would write over newer ones. On every rank alike.
+            CheckpointError: There are checkpoints, and none of them can be loaded, or there are none any
+                more; or going on from an older one would write over newer ones. On every rank alike.
         """
         settings = self._settings
         lora = self._config.lora
@@ -148,6 +149,11 @@ class RunCheckpoints:
                 raise OtherCheckpointError(
                     f"{error}; a run of its own needs another [checkpoint] folder or [job] dump_folder"
                 ) from error
+        elif must_load:
+            raise CheckpointError(
+                f"{self.folder}: too many ranks were lost at once, and the checkpoints that this run has "
+                "saved are there no more; bring them back (is a disk away?), and start it again"
+            )
         elif settings.initial_load_path:
             path = Path(settings.initial_load_path).expanduser()
             loaded = self._pipe.load(path, model_only=settings.initial_load_model_only, options=False)

@@ -14,7 +14,8 @@ from zorselike.elastic.running import Running
 from zorselike.runtime.alarm.failure import describe_place
 from zorselike.runtime.pipeline import HeteroPipeline
 
-Begin = Callable[[HeteroPipeline], object]
+Begin = Callable[[HeteroPipeline, str | None], object]
+"""The second one: where the job has saved a checkpoint of its own, which it must go back to."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class ProgramPipeline(ElasticPipeline):
 
     def _begin_anew(self, pipe: HeteroPipeline, checkpoint: str | None) -> None:
         if self.begin_with is not None:
-            self.begin_with(pipe)
+            self.begin_with(pipe, checkpoint)
             self._schedulers.begin_anew()
         else:
             super()._begin_anew(pipe, checkpoint)

@@ -251,14 +251,15 @@ class ElasticRun:
     def _make_checkpoints(self, inner: HeteroPipeline, ranks: RanksOfGeneration) -> RunCheckpoints:
         return RunCheckpoints(self.config, inner, ranks, self.model, self._module, self.rows)
 
-    def _begin(self, inner: HeteroPipeline) -> None:
-        """Fills a pipeline where nobody has a state to give; collective."""
+    def _begin(self, inner: HeteroPipeline, checkpoint: str | None = None) -> None:
+        """Fills a pipeline where nobody has a state to give: from its job's `checkpoint`, if it has saved
+        one; collective."""
         ranks = RanksOfGeneration(inner.rank, inner.assembly.control)
         set_up_logging(ranks.rank)
         keeps = BufferingHandler(_MOST_LINES)
         logger.handlers = [keeps]
         self.checkpoints = self._make_checkpoints(inner, ranks)
-        self.checkpoints.go_on(claims=False)
+        self.checkpoints.go_on(claims=False, must_load=checkpoint is not None)
         self._unlogged = list(keeps.buffer)
 
     # -- what is said ----------------------------------------------------------------------
