@@ -346,8 +346,9 @@ def test_a_rank_is_lost_while_nothing_can_be_written(
 ) -> None:
     """The new leader could not make the lease of the folder of checkpoints anew, and all ended."""
     folder, expected = unbroken
-    saves = ("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard")
-    ends = train(run_ranks, folder, *saves, num=3, name="away", start=start_where_the_disk_goes)
+    saves = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.async_mode", "disabled")
+    board = "--metrics.enable_tensorboard"
+    ends = train(run_ranks, folder, *saves, board, num=3, name="away", start=start_where_the_disk_goes)
     assert sorted(end.code for end in ends) == [-signal.SIGKILL, 0, 0], [end.stderr for end in ends]
     check(read_rows(folder / "away"), expected[:3])
     steps = [int(path.name.removeprefix("step-")) for path in list_steps(folder / "away" / "checkpoint")]
