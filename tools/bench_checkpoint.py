@@ -30,7 +30,7 @@ from tools.bench.forked import run_forked
 from tools.checkpoint.contest import NATIVE, SAFETENSORS, Contest, hold_contest
 from tools.checkpoint.stall import Stall, find_slowdown, find_stall_share, measure_stall
 from tools.checkpoint.timed import NUM_RANKS, Subject
-from tools.report import Figure, conclude, make_parser
+from tools.report import Figure, conclude, make_parser, positive
 
 TARGET_OVER_DCP = 0.9
 TARGET_STALL_SHARE = 0.05
@@ -40,11 +40,11 @@ TARGET_EXCESS_MIB = 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything; the exit status says whether every target was met."""
     parser = make_parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=1000, help="of state, about (%(default)s)")
-    parser.add_argument("--layers", type=int, default=10, help="of the model (%(default)s)")
-    parser.add_argument("--rows", type=int, default=3, help="of a step, at least 2 (%(default)s)")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a row (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions that count (%(default)s)")
+    parser.add_argument("--megabytes", type=positive, default=1000, help="of state, about (%(default)s)")
+    parser.add_argument("--layers", type=positive, default=10, help="of the model (%(default)s)")
+    parser.add_argument("--rows", type=positive, default=3, help="of a step, at least 2 (%(default)s)")
+    parser.add_argument("--sequence", type=positive, default=256, help="tokens of a row (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=5, help="repetitions that count (%(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="where checkpoints are written; by default a temporary one"
     )

@@ -33,7 +33,7 @@ from tools.finetune.cards import Pair
 from tools.finetune.contest import EVEN, OURS, SPLIT, Contest, hold_contest
 from tools.finetune.folders import Shape, write_folder
 from tools.finetune.loading import NUM_RANKS, FirstStep, Loading, load_folder, step_first
-from tools.report import Figure, conclude, make_parser
+from tools.report import Figure, conclude, make_parser, positive, positive_s
 
 TARGET_LOAD_OVER_READ = 0.8
 TARGET_EXCESS_MIB = 300
@@ -49,10 +49,12 @@ SMALL = Shape(hidden=64, num_layers=32, vocab_size=256)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything; the exit status says whether every target was met."""
     parser = make_parser(__doc__)
-    parser.add_argument("--hidden", type=int, default=1024, help="size of the loaded model (%(default)s)")
-    parser.add_argument("--layers", type=int, default=34, help="of that model (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions (%(default)s)")
-    parser.add_argument("--step", type=float, default=20.0, help="seconds of a LoRA step (%(default)s)")
+    parser.add_argument(
+        "--hidden", type=positive, default=1024, help="size of the loaded model (%(default)s)"
+    )
+    parser.add_argument("--layers", type=positive, default=34, help="of that model (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=5, help="repetitions (%(default)s)")
+    parser.add_argument("--step", type=positive_s, default=20.0, help="seconds of a LoRA step (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where models are written; by default a temporary one")
     options = parser.parse_args(arguments)
     shape = Shape(options.hidden, options.layers)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its
 from tools.gpu.child import run_job
 from tools.gpu.job import TINY_SHAPE, Shape
 from tools.gpu.sections import SECTIONS, GpuBench, find_ratios
-from tools.report import conclude, make_parser
+from tools.report import conclude, make_parser, positive, positive_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,11 +61,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="one repetition, few steps; on a CPU tiny")
-    parser.add_argument("--seconds", type=float, help="start nothing new after so long")
+    parser.add_argument("--seconds", type=positive_s, help="start nothing new after so long")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--layers", type=int, help="of the Llama (default 16)")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of a step (default 32768 65536)")
-    parser.add_argument("--ministages", type=int, default=8)
+    parser.add_argument("--layers", type=positive, help="of the Llama (default 16)")
+    parser.add_argument("--tokens", type=positive, nargs="+", help="of a step (default 32768 65536)")
+    parser.add_argument("--ministages", type=positive, default=8)
     options = parser.parse_args(arguments)
     is_cpu = options.device == "cpu"
     is_tiny = is_cpu and options.quick

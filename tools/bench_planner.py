@@ -65,10 +65,11 @@ from tools.bench.growth import (
     list_growth_misses,
     measure_growth,
 )
+from tools.papers.data import report_errors
 from tools.papers.zorse.paper import CONTEXT_BYTES, make_clusters
 from tools.papers.zorse.runs import make_setup
 from tools.papers.zorse.times import find_folder, read_workload
-from tools.report import choose_named, describe_machine, make_parser, positive, write_json
+from tools.report import choose_named, describe_machine, make_parser, positive, positive_s, write_json
 from zorselike.cost.curves import CurveWarning
 from zorselike.cost.profile import Overheads, Profile, Source
 from zorselike.errors import ProfileError
@@ -130,7 +131,9 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with github.com/benson-guo/zorse, a clone")
     parser.add_argument("--only", metavar="TEXT", help="those whose names hold this")
-    parser.add_argument("--budget", type=float, metavar="S", help="of each search, in place of seven tenths")
+    parser.add_argument(
+        "--budget", type=positive_s, metavar="S", help="of each search, in place of seven tenths"
+    )
     parser.add_argument(
         "--budgets", action="store_true", help="what is found in 10 and 30 s, beside the best"
     )
@@ -140,7 +143,7 @@ def main() -> int:
         "--clusters", type=positive, default=12, metavar="N", help="of the twelve, with --budgets"
     )
     parser.add_argument(
-        "--reference-seconds", type=float, default=REFERENCE_S, metavar="S", help="of the longest search"
+        "--reference-seconds", type=positive_s, default=REFERENCE_S, metavar="S", help="of the longest search"
     )
     parser.add_argument(
         "--by-processor", action="store_true", help="budgets are seconds of the processor, on a busy machine"
@@ -149,6 +152,8 @@ def main() -> int:
     parser.add_argument("--workers", type=positive, metavar="N", help=workers_help)
     parser.add_argument("--degrees", action="store_true", help="what tensor-parallel degrees are worth")
     options = parser.parse_args()
+    if options.desks and not options.budgets:
+        parser.error("--desks is for --budgets; give that too")
     if options.degrees:
         return compare_degrees(options)
     if options.budgets:
@@ -373,4 +378,4 @@ def _run(make: Callable[[], PlanProblem], budget_s: float) -> Timing:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(report_errors(main))

@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tools.bench.forked import run_forked
-from tools.report import Figure, conclude, make_parser
+from tools.report import Figure, conclude, make_parser, positive
 from zorselike import HeteroPipeline, initialize
 from zorselike.models.llama import Llama, LlamaConfig
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
@@ -126,8 +126,8 @@ class Times:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything; the exit status says whether the target was met."""
     parser = make_parser(__doc__)
-    parser.add_argument("--dim", type=int, default=512, help="width of the model (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="of three steps of each (%(default)s)")
+    parser.add_argument("--dim", type=positive, default=512, help="width of the model (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=9, help="of three steps of each (%(default)s)")
     options = parser.parse_args(arguments)
     figures = []
     for num_replicas, degree in _SETTINGS:

@@ -115,7 +115,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=CASES, help="one case")
     parser.add_argument("--folder", help="where files are kept; by default nowhere")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.ranks > num_cores():
+        parser.error(f"--ranks {options.ranks} is more than this machine's {num_cores()} cores")
+    return options
 
 
 # -- the loop --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from statistics import fmean
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.report import make_parser, positive, write_json
+from tools.report import make_parser, positive, positive_s, write_json
 
 from planner_oracle.small_cases import MAX_PLANS, Comparison, compare
 from planner_oracle.trials import describe, map_seeds
@@ -60,9 +60,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=positive, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s")
     parser.add_argument(
-        "--max-plans", type=int, default=MAX_PLANS, metavar="N", help=f"of a case (default {MAX_PLANS})"
+        "--budget", type=positive_s, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s"
+    )
+    parser.add_argument(
+        "--max-plans", type=positive, default=MAX_PLANS, metavar="N", help=f"of a case (default {MAX_PLANS})"
     )
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (default 1)")
     return parser.parse_args(arguments)

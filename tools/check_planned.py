@@ -41,7 +41,7 @@ from tools.emulation.scenarios import (
     make_profile,
     make_workload,
 )
-from tools.report import choose_named, describe_machine, make_parser, positive, write_json
+from tools.report import choose_named, describe_machine, make_parser, positive, positive_s, write_json
 from zorselike.cost.profile import Profile
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Estimates, Plan
@@ -280,7 +280,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--plans", type=positive, default=NUM_PLANS, metavar="N", help=f"default {NUM_PLANS}")
     parser.add_argument("--steps", type=positive, default=NUM_STEPS, metavar="N", help="timed steps of each")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="of each search")
+    parser.add_argument("--budget", type=positive_s, default=BUDGET_S, metavar="S", help="of each search")
     parser.add_argument("--only", metavar="TEXT", help="clusters whose names hold this")
     return parser.parse_args(arguments)
 

@@ -29,7 +29,7 @@ from statistics import fmean
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
-from tools.report import make_parser, positive, to_plain, write_json
+from tools.report import make_parser, positive, positive_s, to_plain, write_json
 
 from planner_oracle.trials import Trial, map_seeds, try_seed
 
@@ -72,7 +72,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=positive, default=NUM_RUNS, metavar="N", help=f"default {NUM_RUNS}")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default 0)")
     parser.add_argument("--seed", type=int, metavar="N", help="only this one")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s")
+    parser.add_argument(
+        "--budget", type=positive_s, default=BUDGET_S, metavar="S", help=f"default {BUDGET_S} s"
+    )
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes (default 1)")
     return parser.parse_args(arguments)
 

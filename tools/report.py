@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -44,6 +45,17 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text}: give a whole number, 1 or more")
     return int(text)
+
+
+def positive_s(text: str) -> float:
+    """For the `type` of an option that is seconds, of which there must be some."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give seconds, more than 0")
+    return seconds
 
 
 def choose_named(everything: Iterable[N], text: str | None) -> list[N]:

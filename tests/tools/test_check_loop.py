@@ -51,6 +51,16 @@ def test_what_a_run_says_at_its_end_is_read() -> None:
         read_comparison("ended after 40 of 40 steps")
 
 
+def test_no_more_ranks_than_cores_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_loop, "num_cores", lambda: 4)
+    assert check_loop.parse(["--ranks", "4"]).ranks == 4
+    with pytest.raises(SystemExit):
+        check_loop.parse(["--ranks", "5"])
+    assert "--ranks 5 is more than this machine's 4 cores" in capsys.readouterr().err
+
+
 def test_figures_are_of_medians() -> None:
     found = {
         "a": [Pair(1.1, 1.0, 0.0), Pair(9.0, 1.0, 0.0), Pair(1.2, 1.0, 0.0)],

@@ -61,6 +61,7 @@ def candidates(*seconds: float, bounded: float | None = None) -> list[Any]:
     [
         (check_planned, ["--only", "nothing"], "no name holds that; there are two nodes; three nodes"),
         (check_planned, ["--steps", "0"], "argument --steps: 0: give a whole number, 1 or more"),
+        (check_planned, ["--budget", "nan"], "argument --budget: nan: give seconds, more than 0"),
         (check_emulated, ["--only", "nothing"], "error: --only nothing: no name holds that; there are "),
         (check_emulated, ["--runs", "-1"], "argument --runs: -1: give a whole number, 1 or more"),
     ],

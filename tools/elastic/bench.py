@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..report import Figure, conclude, make_parser
+from ..report import Figure, conclude, make_parser, positive
 from .agents import describe_agents, run_agents
 from .injection import RECOVERY_PHASES, STEP_PHASES
 from .matrix import Found, run_matrix
@@ -95,16 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--faults", type=positive, default=0)
     parser.add_argument("--part", type=read_part, default=(1, 1), metavar="I/N", help="of --faults")
     parser.add_argument("--phases", nargs="+", choices=(*STEP_PHASES, *RECOVERY_PHASES))
-    parser.add_argument("--cycles", type=int, default=0)
-    parser.add_argument("--switches", type=int, default=0)
+    parser.add_argument("--cycles", type=positive, default=0)
+    parser.add_argument("--switches", type=positive, default=0)
     parser.add_argument("--partitions", action="store_true", help="needs root")
-    parser.add_argument("--losses", type=int, default=0, help="of so many of four nodes; needs root")
+    parser.add_argument("--losses", type=positive, default=0, help="of so many of four nodes; needs root")
     parser.add_argument("--mirror-share", type=float, default=0.1, help="of the time, in these")
     parser.add_argument("--agents", action="store_true")
-    parser.add_argument("--members", type=int, default=0)
+    parser.add_argument("--members", type=positive, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--silence", type=float, default=4.0, help="seconds after which a rank is given up")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="of earlier runs' --json")

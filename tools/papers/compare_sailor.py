@@ -23,7 +23,7 @@ from tools.papers.data import SAILOR, make_data_parser, report_errors
 from tools.papers.sailor.cases import CASES, Case, Planned, answer, format_plan
 from tools.papers.sailor.library import Library
 from tools.papers.sailor.simulated import Both, ask_both, make_problem
-from tools.report import write_json
+from tools.report import positive_s, write_json
 from zorselike.planner.explain.plans import describe_groups
 
 EVEN = 1.001
@@ -34,7 +34,9 @@ def main() -> int:
     parser = make_data_parser(__doc__, SAILOR)
     parser.add_argument("--only", choices=("same", "mixed", "money"), help="one group of cases")
     parser.add_argument("--simulated", action="store_true", help="by our simulator, too")
-    parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="of each of these searches")
+    parser.add_argument(
+        "--budget", type=positive_s, default=20.0, metavar="S", help="of each of these searches"
+    )
     args = parser.parse_args()
     library = Library(args.data)
     answers, missed = [], []

@@ -27,7 +27,7 @@ from tools.papers.zorse.paper import ASSUMPTIONS, TABLE_5
 from tools.papers.zorse.runs import Outcome, Setup, compute_bound_tflops, count_layers, make_setup
 from tools.papers.zorse.study import Study
 from tools.papers.zorse.times import find_folder
-from tools.report import write_json
+from tools.report import positive, positive_s, write_json
 from zorselike.planner.answer import NothingFitsError, PlanAnswer
 from zorselike.planner.problem import Fixed
 from zorselike.planner.search.helpers import count_cores
@@ -212,10 +212,12 @@ def format_summary(found: Sequence[Comparison]) -> list[str]:
 
 def main() -> int:
     parser = make_data_parser(__doc__, ZORSE)
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search (default: 10)")
+    parser.add_argument(
+        "--budget", type=positive_s, default=10.0, help="seconds of each search (default: 10)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     workers_help = "processes of each search (default: as `zorselike plan`, a core each)"
-    parser.add_argument("--workers", type=int, default=count_cores(), metavar="N", help=workers_help)
+    parser.add_argument("--workers", type=positive, default=count_cores(), metavar="N", help=workers_help)
     cells_help = "such as A:7b C:33b (default: all 10)"
     parser.add_argument("--cells", type=_read_cell, nargs="+", default=CELLS, help=cells_help)
     args = parser.parse_args()
