@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,15 @@ def test_what_is_no_file_is_written_into_and_stays_what_it_is(tmp_path: Path) ->
         os.close(reader)
     assert pipe.is_fifo()
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_what_is_printed_to_keeps_what_is_printed(tmp_path: Path) -> None:
+    write = (
+        "from zorselike.text.files import write_text; print(1); write_text('/dev/stdout', 'two\\n'); print(3)"
+    )
+    with (tmp_path / "printed").open("w") as output:
+        subprocess.run([sys.executable, "-c", write], stdout=output, check=True)
+    assert (tmp_path / "printed").read_text() == "1\ntwo\n3\n"
 
 
 def test_a_folder_that_cannot_be_written_is_known_before(

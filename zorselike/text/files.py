@@ -44,7 +44,8 @@ def check_writable(path: str | Path) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Writes a file so that whoever reads it sees the old one or the new one, whole; into a device or a pipe,
-    such as `/dev/null`, its text is written.
+    such as `/dev/null`, its text is written, and into what this process prints to, such as `/dev/stdout`, its
+    text is printed.
 
     Raises:
         FileError: It cannot be written.
@@ -55,6 +56,9 @@ def write_text(path: str | Path, text: str) -> None:
         raise FileError("is a directory; give the name of a file in it")
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
+        if _is_printed_to(given):  # Replaced, it would lack all that is printed.
+            sys.stdout.write(text)
+            return
         if given.exists() and not given.is_file():  # `resolve` makes no path of a pipe's name.
             given.write_text(text, encoding="utf-8", newline="\n")
             return
@@ -64,6 +68,14 @@ def write_text(path: str | Path, text: str) -> None:
         with contextlib.suppress(OSError):  # A read-only disk refuses even what is not there.
             temporary.unlink(missing_ok=True)
         raise FileError(f"cannot be written: {error.strerror}") from None
+
+
+def _is_printed_to(path: Path) -> bool:
+    """Whether it is what this process was given as standard output."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:  # There is no such file yet, or no output.
+        return False
 
 
 def hash_content(content: object) -> str:
