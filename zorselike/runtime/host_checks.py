@@ -18,7 +18,7 @@ from zorselike.plan.pieces import pieces_of
 from zorselike.runtime.assembly import Assembly, CompiledPlan
 from zorselike.runtime.comm.ranks import Ranks
 from zorselike.runtime.memory.host_room import HostRoom, find_host_room
-from zorselike.runtime.memory_report import expect_moments
+from zorselike.runtime.memory_report import expect_moments, own_layer_inputs
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments, knows_moments
 from zorselike.runtime.ministage.sharding import local_tensor
@@ -115,7 +115,7 @@ def reserve_activations(assembly: Assembly, trace: Trace) -> None:
         each.at(microbatches[action.microbatch].num_rows)
         for action in assembly.compiled.step_actions[rank]
         if action.kind is Kind.OFFLOAD and action.microbatch is not None and action.ministage is not None
-        for each in trace.layer_inputs[action.ministage]
+        for each in own_layer_inputs(assembly, trace, action.ministage)
     ]
     assembly.resources.memory.pool.reserve(Purpose.ACTIVATIONS, sizes)
 

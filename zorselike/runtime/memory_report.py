@@ -15,7 +15,7 @@ from zorselike.runtime.comm.transport import BY_HOST
 from zorselike.runtime.memory.memory import CHECKPOINT_COPIES
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 from zorselike.runtime.ministage.optimizer_state import count_moments
-from zorselike.runtime.model.boundaries import Trace
+from zorselike.runtime.model.boundaries import InputBytes, Trace
 from zorselike.runtime.model.signature import Signature
 from zorselike.text.units import GIB
 
@@ -137,6 +137,14 @@ def expect_moments(ministage: ShardedMinistage, assembly: Assembly) -> int:
     return ministage.sizes.gradient_shard_bytes * (count_moments(optimizer) if optimizer else 0)
 
 
+def own_layer_inputs(assembly: Assembly, trace: Trace, ministage: int) -> list[InputBytes]:
+    """What enters the layers of a ministage on this rank: of a replica's, its positions alone."""
+    inputs, positions = trace.layer_inputs[ministage], assembly.positions
+    if positions is None:
+        return list(inputs)
+    return [replace(each, per_row=each.per_row * positions.size // positions.length) for each in inputs]
+
+
 def _kept_bytes_per_row(index: int, assembly: Assembly, trace: Trace | None) -> int:
     """Bytes that a row of a ministage keeps for its backward: measured once a step has run, before that the
     inputs of the layers that are recomputed."""
@@ -148,7 +156,7 @@ def _kept_bytes_per_row(index: int, assembly: Assembly, trace: Trace | None) -> 
     ]
     if found:
         return max(found)
-    inputs = trace.layer_inputs[index] if trace else ()
+    inputs = own_layer_inputs(assembly, trace, index) if trace else ()
     return sum(each.per_row for each in inputs) if assembly.plan.group_of(index).recompute == "layer" else 0
 
 

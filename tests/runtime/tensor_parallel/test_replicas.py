@@ -23,12 +23,14 @@ from replica_cases import ReplicaCase, make_replica_case
 from tiny import adamw, assert_same, module_names, train_all_planned, train_all_single
 
 from zorselike import HeteroPipeline
+from zorselike.cost.purposes import Purpose
 from zorselike.cost.sizes import MinistageBytes
 from zorselike.errors import ConfigError
 from zorselike.plan.pieces import count_communicators
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.assembly import compile_plan
 from zorselike.runtime.host_checks import measure_parts
+from zorselike.runtime.memory_report import MemoryLine
 from zorselike.runtime.meshes import Meshes
 from zorselike.runtime.ministage.updates import _refuse_for_pieces
 
@@ -132,6 +134,26 @@ def test_sizes_are_foretold_by_pieces(zero: int, run_ranks: RunRanks) -> None:
 
 
 Half = tuple[ReplicaCase, torch.dtype]
+
+
+def report_after_a_step(rank: int, world_size: int, case: ReplicaCase) -> MemoryLine:
+    with HeteroPipeline(case.model(), case.plan, optimizer=adamw) as pipe:
+        pipe.step_global(*case.batch(0))
+        return next(line for line in pipe.memory_report().lines if line.purpose == Purpose.ACTIVATIONS)
+
+
+def test_a_rank_keeps_its_own_positions_of_what_enters_layers(run_ranks: RunRanks) -> None:
+    group = Group(
+        ((0, 1),), (Microbatch(0, 0, 1), Microbatch(0, 1, 3)), 1, recompute="layer", offload=("activations",)
+    )
+    cuts = (NAMES[:1], ("layers.0",), ("layers.1",), NAMES[-2:])
+    ministages = tuple(Ministage(0, names) for names in cuts)
+    case = ReplicaCase(Plan(3, (group,), ministages, sequence_length=8), NUM_LAYERS)
+    for line in run_ranks(report_after_a_step, 2, case):
+        # Of 3 rows 4 positions of 24 numbers enter each of 2 layers; tokens of both microbatches are of all.
+        hidden, tokens = 3 * 2 * 4 * 24 * 8, 3 * 8 * 8
+        assert line.host_peak is not None
+        assert hidden < line.host_peak <= hidden + 2 * tokens
 
 
 def train_halves(rank: int, world_size: int, halves: Sequence[Half]) -> dict[Half, tuple[list[float], Any]]:

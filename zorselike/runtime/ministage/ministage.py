@@ -60,7 +60,7 @@ class ShardedMinistage:
         parallel = settings.tensor_parallel
         self._positions = None if parallel is None else parallel.positions
         if self._positions is not None:
-            take = self._positions.slice
+            take = self._positions.take
             self._slices_at_entry = self._units.slice_at_entry(take, hidden_enters=index > 0)
         self.sharded = {name: parameter for unit in self._units.named for name, parameter in unit}
         """Parameters as this rank holds them, by global name. (FSDP2 puts whole ones in their places in the
@@ -251,7 +251,7 @@ class ShardedMinistage:
             inputs = self._widen(inputs)
         outputs = self.module(*inputs, **kwargs)
         if self._positions is not None and not self._slices_at_entry:
-            outputs = map_tensors(outputs, self._positions.slice)
+            outputs = map_tensors(outputs, self._positions.take)
         self._units.call_order.end()
         return outputs
 

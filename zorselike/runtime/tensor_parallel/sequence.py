@@ -61,6 +61,10 @@ class OwnPositions:
         """This rank's positions of `[rows, sequence, ...]`."""
         return whole[:, self.start : self.stop]
 
+    def take(self, whole: Tensor) -> Tensor:
+        """The same, for what is kept: a view would hold all positions in memory."""
+        return self.slice(whole).clone()
+
     def widen(self, own: Tensor) -> Tensor:
         """`[rows, own positions, width]` in the place that it has in the whole sequence, zeros around it:
         for code outside the layers, which may ask for the sequence's length."""
