@@ -219,6 +219,7 @@ def test_the_best_is_kept_and_a_disk_that_is_full_stops_nothing(run_ranks: RunRa
     lease = Lease(tmp_path / "full")
     ends, losses = run(run_ranks, tmp_path, "--checkpoint.folder", "../full", steps=3, number=2)
     assert [end.code for end in ends] == [2] * 2 and not losses
+    assert ends[0].stderr.startswith("error: [checkpoint] folder: rank ")
     assert f"process {os.getpid()} on" in ends[0].stderr and "saves into this folder" in ends[0].stderr
     assert "error: [checkpoint] folder: " in ends[0].stderr
     lease.release()

@@ -301,6 +301,12 @@ def test_wandb_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPat
         open_writers(config, folder=tmp_path, rank=0, launcher_rank=0)
 
 
+def test_a_folder_of_events_that_there_cannot_be_is_named_by_its_key(tmp_path: Path) -> None:
+    config = Config(metrics=Metrics(enable_tensorboard=True, save_tb_folder="a" * 300))
+    with pytest.raises(ConfigError, match=r"^\[metrics\] save_tb_folder: .*a: File name too long$"):
+        open_writers(config, folder=tmp_path, rank=0, launcher_rank=0)
+
+
 def test_without_known_peaks_there_is_no_mfu(run_ranks: RunRanks, tmp_path: Path) -> None:
     (lines, events), _ = run_ranks(log_steps, 2, tmp_path, None, None, None)
     assert "mfu: n/a  busy" in lines[0]

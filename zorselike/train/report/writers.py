@@ -186,8 +186,8 @@ def open_writers(
     that is away now, are then left out with a warning.
 
     Raises:
-        ConfigError: wandb does not start.
-        OSError: A file cannot be opened, without `after`.
+        ConfigError: wandb does not start, or there can be no folder for events, without `after`.
+        OSError: Another file cannot be opened, without `after`.
     """
     settings, writers = config.metrics, list[Writer]()
     if launcher_rank == 0:
@@ -197,8 +197,11 @@ def open_writers(
     if settings.enable_tensorboard and (launcher_rank == 0 or settings.save_for_all_ranks):
         events = folder / settings.save_tb_folder
         own = events / f"rank_{rank}" if settings.save_for_all_ranks else events
-        with _leaving_out("TensorBoard", leaves_out=after is not None):
-            writers.append(TensorBoardWriter(own, after=after))
+        try:
+            with _leaving_out("TensorBoard", leaves_out=after is not None):
+                writers.append(TensorBoardWriter(own, after=after))
+        except OSError as error:
+            raise ConfigError(f"[metrics] save_tb_folder: {own}: {error.strerror}") from error
     if settings.enable_wandb and launcher_rank == 0:
         writers.append(WandbWriter(config, folder=folder, goes_on=config.elastic.enable))
     return writers
