@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its
 from tools.pretended_gpu.build import DRIVER, PRETENDED, build, default_folder, find_torch
 from tools.pretended_gpu.order import compare, find_deadlock, read_logs
 from tools.pretended_gpu.scenes import SAVED, SCENES
-from tools.report import make_parser, positive, positive_s, write_json
+from tools.report import make_parser, positive_s, write_json
 from zorselike.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -146,9 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plays scenes one after the other; the exit status is that of the text above."""
     parser = make_parser(__doc__)
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help="default: all for so many ranks")
-    parser.add_argument(
-        "--ranks", type=positive, default=1, metavar="N", help="processes (default: %(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument(
         "--gpus",
         type=int,
