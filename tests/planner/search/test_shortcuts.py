@@ -19,6 +19,7 @@ from zorselike.planner.candidate.candidate import CandidateGroup, CandidatePlan
 from zorselike.planner.candidate.choice import Choice, GroupChoice
 from zorselike.planner.candidate.modes import Mode, list_families
 from zorselike.planner.layers.split_layers import visit_in_turn
+from zorselike.planner.layers.waits import MOST_ROUNDS
 from zorselike.planner.problem import Fixed, PlanProblem
 from zorselike.planner.search import local_search, search
 from zorselike.planner.search.budget import TINY_ACTIONS
@@ -26,7 +27,6 @@ from zorselike.planner.search.builder import CandidateBuilder
 from zorselike.planner.search.coarse_search import CoarseSearch
 from zorselike.planner.search.evaluator import CandidateEvaluator, EstimatedCandidate
 from zorselike.planner.search.neighbours import (
-    MOST_ROUNDS,
     LayerMove,
     change_choice,
     list_first_moves,

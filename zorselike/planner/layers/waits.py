@@ -20,9 +20,9 @@ Indices = npt.NDArray[np.int64]
 WORTH_MOVING = 1e-3
 """Share of a step that moving a layer has to save."""
 MOST_ROUNDS = 4
-"""Rounds over which a layer is moved at most, from one ministage of a group to another, where ministages are
-many."""
-FEW_MINISTAGES = 24
+"""Of many ministages, layers move up to so many rounds further or back."""
+_FEW_EDGES = 24
+"""Of fewer boundaries of ministages, layers move across any number of them at once."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,15 @@ class Waits:
         return step_s
 
 
+def list_lengths(num_edges: int, num_groups: int, *, few: int) -> Sequence[int]:
+    """Across how many of so many boundaries of ministages layers move at once: of fewer than `few` any number;
+    else one, or as many as lead from one ministage of a group to its next ones."""
+    if num_edges < few:
+        return range(1, num_edges + 1)
+    rounds = [number * num_groups for number in range(1, MOST_ROUNDS + 1) if num_groups > 1]
+    return [1, *(length for length in rounds if length <= num_edges)]
+
+
 def _add_up(layers_s: Sequence[Sequence[float]]) -> Floats:
     """By group: of all layers before each, and of all."""
     return np.array([np.concatenate([[0.0], np.cumsum(own)]) for own in layers_s])
@@ -105,11 +114,8 @@ def _list_moves(num_ministages: int, num_groups: int) -> Indices:
     """What is added to the ends of ministages where a layer goes to the next one, or over several that stay
     as large as they are, either way; a row each."""
     num_edges = num_ministages - 1
-    lengths: Sequence[int] = range(1, num_edges + 1)
-    if num_ministages > FEW_MINISTAGES:
-        lengths = [1, *range(num_groups, min(MOST_ROUNDS * num_groups, num_edges) + 1, num_groups)]
     moves = np.zeros((0, num_ministages), dtype=np.int64)
-    for length in dict.fromkeys(lengths):
+    for length in list_lengths(num_edges, num_groups, few=_FEW_EDGES):
         own = np.zeros((num_edges - length + 1, num_ministages), dtype=np.int64)
         for first, row in enumerate(own):
             row[first : first + length] = 1

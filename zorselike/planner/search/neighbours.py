@@ -10,15 +10,13 @@ from zorselike.planner.candidate.candidate import CandidatePlan, Sizes
 from zorselike.planner.candidate.choice import Choice, GroupChoice, find_nearest, list_microbatch_counts
 from zorselike.planner.candidate.modes import Mode
 from zorselike.planner.groups.replicas import DEGREES, ReplicaCuts, merge_degrees, with_degree
+from zorselike.planner.layers.waits import list_lengths
 
 MOST_KINDS = 6
 """Kinds of devices of a group (alike, with the same rows) between which rows are moved, at most."""
 
-FEW_MINISTAGES = 8
-"""Up to so many, layers move across several boundaries at once."""
-
-MOST_ROUNDS = 4
-"""Of many ministages, layers move up to so many rounds further or back."""
+FEW_EDGES = 8
+"""Of fewer boundaries of ministages, layers move across any number of them at once."""
 
 FEW_LAYERS = 12
 """Up to so many, one ministage more or fewer is tried with every number of microbatches."""
@@ -35,13 +33,9 @@ def list_layer_moves(candidate: CandidatePlan) -> list[LayerMove]:
     one ministage of a group to its next ones, so that those between keep their number of layers; and of few
     ministages across any number of boundaries."""
     num_edges, num_groups = len(candidate.ends) - 1, len(candidate.groups)
-    lengths = [*range(1, num_edges + 1)]
-    if num_edges >= FEW_MINISTAGES:
-        rounds = [number * num_groups for number in range(1, MOST_ROUNDS + 1) if num_groups > 1]
-        lengths = [1, *(length for length in rounds if length <= num_edges)]
     return [
         (range(first, first + length), way)
-        for length in lengths
+        for length in list_lengths(num_edges, num_groups, few=FEW_EDGES)
         for first in range(num_edges - length + 1)
         for way in (-1, 1)
     ]
