@@ -96,8 +96,8 @@ class Waits:
 
 
 def list_lengths(num_edges: int, num_groups: int, *, few: int) -> Sequence[int]:
-    """Across how many of so many boundaries of ministages layers move at once: of fewer than `few` any number;
-    else one, or as many as lead from one ministage of a group to its next ones."""
+    """Across how many of so many boundaries of ministages layers move at once: of fewer than `few` any
+    number; else one, or as many as lead from one ministage of a group to its next ones."""
     if num_edges < few:
         return range(1, num_edges + 1)
     rounds = [number * num_groups for number in range(1, MOST_ROUNDS + 1) if num_groups > 1]
