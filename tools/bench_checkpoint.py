@@ -103,7 +103,7 @@ def list_figures(stalls: Sequence[Stall], contests: Sequence[Contest]) -> list[F
         Figure("step_slowdown", find_slowdown(stalls)),
         Figure("first_save_s", max(stall.first_s for stall in stalls)),
     ]
-    costs = [one.load_cost for one in (*stalls, *contests)]
+    costs = [*(stall.load_cost for stall in stalls), *(own.load_cost for own in contests)]
     peaks = [cost.peak_ministages for cost in costs if cost.peak_ministages is not None]
     if peaks:
         figures.append(Figure("load_memory_ministages", max(peaks), 1, at_most=True))

@@ -130,8 +130,12 @@ def time_hundred_thousand() -> Timing:
 
 def time_cluster_c() -> Timing:
     """The largest cluster of the paper (Zorse, Table 4), in two regions."""
-    counts = (("a10g", "A10G", "one", 2), ("t4-one", "T4", "one", 6))
-    counts += (("v100", "V100-16", "two", 2), ("t4-two", "T4", "two", 6))
+    counts = (
+        ("a10g", "A10G", "one", 2),
+        ("t4-one", "T4", "one", 6),
+        ("v100", "V100-16", "two", 2),
+        ("t4-two", "T4", "two", 6),
+    )
     nodes = tuple(
         make_node(f"{name}-{n}", device, region, 130e9 if device == "V100-16" else 10e9)
         for name, device, region, count in counts

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, here and in every rank forked from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -176,7 +177,7 @@ def make_ours(job: Job) -> Callable[[], float]:
 def make_torchs(rank: int, job: Job) -> Callable[[], float]:
     """The same of torch's parallelisms."""
     mesh = init_device_mesh("cpu", (job.num_replicas, job.degree), mesh_dim_names=("dp", "tp"))
-    model = initialize(job.model(), seed=0)
+    model: Any = initialize(job.model(), seed=0)  # Torch adds methods.
     parallelize_module(model, mesh["tp"], _list_styles(model))
     is_sharded = job.num_replicas > 1
     if is_sharded:
@@ -201,7 +202,7 @@ def make_torchs(rank: int, job: Job) -> Callable[[], float]:
                 model.set_is_last_backward(row == job.rows - 1)
             with loss_parallel():
                 logits = model(inputs[own]).flatten(0, 1)
-                loss = F.cross_entropy(logits, targets[own].flatten(), reduction="sum") / count
+                loss: Any = F.cross_entropy(logits, targets[own].flatten(), reduction="sum") / count
                 loss.backward()
             total += loss.detach().full_tensor()
         optimizer.step()

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
@@ -54,7 +55,7 @@ OF_THE_MACHINE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of an optimizer's group that say nothing of the training."""
 
 
-class DCPReader(dcp.FileSystemReader):
+class DCPReader(FileSystemReader):
     """Reads the metadata once."""
 
     def __init__(self, root: Path) -> None:
@@ -72,11 +73,13 @@ class DCPReader(dcp.FileSystemReader):
         state: dict[str, Any] = {}
         for key in keys:
             known = self._metadata.state_dict_metadata[key]
-            is_tensor = isinstance(known, TensorStorageMetadata)
-            state[key] = torch.empty(known.size, dtype=known.properties.dtype) if is_tensor else None
+            if isinstance(known, TensorStorageMetadata):
+                state[key] = torch.empty(known.size, dtype=known.properties.dtype)
+            else:
+                state[key] = None
         with _one_line(f"{self._root}: {list_few(list(keys))}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # That there is no process group.
-            dcp.load(state, storage_reader=self, no_dist=True)
+            load(state, storage_reader=self, no_dist=True)
         return state
 
 
@@ -106,17 +109,16 @@ def sort_keys(metadata: Metadata, *, leave_out: Collection[str] = ()) -> Found:
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     for key, known in metadata.state_dict_metadata.items():
         path = tuple(map(str, paths.get(key, (key,))))
-        is_tensor = isinstance(known, TensorStorageMetadata)
+        shape = tuple(known.size) if isinstance(known, TensorStorageMetadata) else None
         inside = ".".join(path[1:])
         if path[0] in OPTIMIZERS and inside.startswith("state."):
             name, _, state = inside.removeprefix("state.").rpartition(".")
-            is_moment = is_tensor and len(known.size) > 0
-            (found.moments if is_moment else found.numbers)[name, state] = key
+            (found.moments if shape else found.numbers)[name, state] = key
         elif path[0] in OPTIMIZERS and inside.startswith("param_groups."):
             found.options[tuple(inside.removeprefix("param_groups.").split("."))] = key
         elif path == ("train_state", "step"):
             found.step = key
-        elif path[0] in NOT_TAKEN or path[0] in OPTIMIZERS or not is_tensor:
+        elif path[0] in NOT_TAKEN or path[0] in OPTIMIZERS or shape is None:
             found.left.append(key)
         else:
             name = inside if path[0] == "model" and inside else ".".join(path)
@@ -172,6 +174,7 @@ def convert(
     slices = {}
     for (name, kind), key in sources.items():
         known = metadata.state_dict_metadata[key]
+        assert isinstance(known, TensorStorageMetadata), "others are no values and no moments"
         shape = tuple(known.size)
         slices[name, kind] = Slice(Box.whole(name, kind, shape), dtype_name(known.properties.dtype), shape)
     lease = Lease(folder)

@@ -188,7 +188,7 @@ def follow(question: Question, reference_s: float, *, workers: int, by_processor
 def count_processor_time() -> None:
     """Searches of this process count seconds of the processor from now on."""
     clock = SimpleNamespace(monotonic=time.process_time, process_time=time.process_time)
-    search_budget.time = clock  # type: ignore[assignment]
+    search_budget.time = clock  # type: ignore[assignment, attr-defined]
 
 
 def _search(

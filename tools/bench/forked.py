@@ -20,7 +20,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from zorselike.text.wording import first_line
 from ..report import num_cores
 
 if TYPE_CHECKING:
-    from .sleeping import Device
     from slow_links.transport import LinkSleeper
 
 _T = TypeVar("_T")
@@ -155,8 +154,14 @@ class Timing:
         return cls(steps, cpu_s / (num_cores() * sum(steps)), cpu_s / len(steps))
 
 
+class Sleeper(Protocol):
+    """What sleeps for the time that a device would compute, once everything is set up."""
+
+    is_awake: bool
+
+
 def time_steps(
-    step: Callable[[], None], device: Device, num_steps: int, links: LinkSleeper | None = None
+    step: Callable[[], None], device: Sleeper, num_steps: int, links: LinkSleeper | None = None
 ) -> RankTimes:
     """Runs one step that sets everything up, unslowed, and then `num_steps` slowed ones."""
     step()

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -148,7 +149,7 @@ def _cycle(rank: int, num_cycles: int) -> Footprint:
 def _cycle_fsdp(rank: int, num_cycles: int) -> Footprint:
     def cycle(number: int) -> None:
         groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
-        own = groups[rank == 3]
+        own = cast(dist.ProcessGroup, groups[rank == 3])
         mesh = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("dp",))
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
         for unit in (*model, model):

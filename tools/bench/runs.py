@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def _fsdp_rank(
 ) -> RankTimes:
     device, links = _begin(rank, emulation, shared)
     model = nn.Sequential(*(SleepingLayers(n, emulation.hidden, device) for n in layers))
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("dp",))
+    mesh = DeviceMesh.from_group(_make_group(None), "cpu", mesh_dim_names=("dp",))
     for unit in model:
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -129,10 +130,16 @@ def _fsdp_rank(
     return time_steps(step, device, emulation.num_steps, links)
 
 
+def _make_group(ranks: Sequence[int] | None) -> dist.ProcessGroup:
+    """None: of all."""
+    # Where a rank is not in it, torch before 2.14 says so by a number.
+    return cast(dist.ProcessGroup, dist.new_group(None if ranks is None else list(ranks)))
+
+
 def _mesh_rank(rank: int, emulation: Emulation, shared: SharedLinks | None, mesh: Mesh) -> RankTimes:
     device, links = _begin(rank, emulation, shared)
-    columns = [dist.new_group([ranks[d] for ranks in mesh.stages]) for d in range(mesh.dp)]
-    rows = [dist.new_group(list(ranks)) for ranks in mesh.stages]
+    columns = [_make_group([ranks[d] for ranks in mesh.stages]) for d in range(mesh.dp)]
+    rows = [_make_group(ranks) for ranks in mesh.stages]
     (stage,) = (s for s, ranks in enumerate(mesh.stages) if rank in ranks)
     replica = mesh.stages[stage].index(rank)
     data_parallel = DeviceMesh.from_group(rows[stage], "cpu", mesh_dim_names=("dp",))

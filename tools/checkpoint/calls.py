@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -41,8 +41,9 @@ def disturbed(disturb: Disturb) -> Iterator[None]:
 
         return call
 
-    originals = {name: getattr(os, name) for name in NAMES}
-    with mock.patch.multiple(os, **{name: replace(name, own) for name, own in originals.items()}):
+    with ExitStack() as replaced:
+        for name in NAMES:
+            replaced.enter_context(mock.patch.object(os, name, replace(name, getattr(os, name))))
         yield
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -95,8 +96,8 @@ def _copy_tensors(pipe: HeteroPipeline) -> dict[str, DTensor]:
 def _list_saves(pipe: HeteroPipeline, tensors: dict[str, DTensor]) -> dict[str, Callable[[Path], object]]:
     return {
         OWN: pipe.save,
-        NATIVE: lambda path: dcp.save(tensors, checkpoint_id=path),
-        SAFETENSORS: lambda path: dcp.save(
+        NATIVE: lambda path: save(tensors, checkpoint_id=path),
+        SAFETENSORS: lambda path: save(
             tensors, storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True)
         ),
     }
@@ -105,8 +106,8 @@ def _list_saves(pipe: HeteroPipeline, tensors: dict[str, DTensor]) -> dict[str, 
 def _list_loads(pipe: HeteroPipeline, tensors: dict[str, DTensor]) -> dict[str, Callable[[Path], object]]:
     return {
         OWN: pipe.load,
-        NATIVE: lambda path: dcp.load(tensors, checkpoint_id=path),
-        SAFETENSORS: lambda path: dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path))),
+        NATIVE: lambda path: load(tensors, checkpoint_id=path),
+        SAFETENSORS: lambda path: load(tensors, storage_reader=HuggingFaceStorageReader(str(path))),
     }
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from zorselike.checkpoint.folder import find_newest
@@ -140,18 +141,23 @@ def _list_damages(root: Path, manifest: Manifest) -> Iterator[tuple[str, str, Ca
         places[record.file] = {0, 1, 7, 8, 9, record.header_bytes // 2, *ends, record.num_bytes - 1}
     for file, size in sizes.items():
         yield file, "deleted", Path.unlink
-        yield file, "a folder", lambda path: (path.unlink(), path.mkdir())
+        yield file, "a folder", _make_a_folder
         yield file, "zeros", lambda path: path.write_bytes(bytes(path.stat().st_size))
         yield file, "one byte more", lambda path: path.write_bytes(path.read_bytes() + b"\0")
         for place in sorted(place for place in places[file] if place < size):
-            yield (
-                file,
-                f"cut to {place}",
-                lambda path, place=place: path.write_bytes(path.read_bytes()[:place]),
-            )
+            yield file, f"cut to {place}", partial(_cut_to, place)
     first, second = manifest.files[:2]
     yield first.file, f"is {second.file}", lambda path: shutil.copy(root / second.file, path)
     yield MANIFEST, "newer format", _make_newer
+
+
+def _make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _cut_to(num_bytes: int, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:num_bytes])
 
 
 def _make_newer(path: Path) -> None:

@@ -98,7 +98,7 @@ class _Disk:
                 linked = self.find(path)
                 self.change(other, lambda names, own: names.__setitem__(own, linked))
             case "unlink" | "rmdir":
-                self.change(path, lambda names, own: names.pop(own) and None)
+                self.change(path, dict.__delitem__)
 
     def leave(self, target: Path, choose: Callable[[int], int]) -> None:
         """Makes what is left, `choose` saying how much of so much that is not sure."""

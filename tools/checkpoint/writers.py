@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zorselike.checkpoint.lease import Lease
@@ -110,13 +111,18 @@ def _count_descriptors() -> int:
     return len(list(path.iterdir())) if path.exists() else 0
 
 
+def _lease_and_die(folder: Path) -> None:
+    Lease(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def rival(subject: Subject, scratch: Path, share: Share) -> Tally:
     """Several writers begin at once, over the lease of one that was killed: one of them has the folder."""
     tally = Tally("rivals")
     copies = copies_of(make_base(subject, scratch / "base"), scratch)
     for turn in share.of(range(_NUM_TURNS)):
         folder = next(copies)
-        _fork(lambda: (Lease(folder), os.kill(os.getpid(), signal.SIGKILL)))  # noqa: B023
+        _fork(partial(_lease_and_die, folder))
         begin, go = os.pipe()
         pids = [_start(lambda: _contend(folder, begin, go)) for _ in range(_NUM_RIVALS)]  # noqa: B023
         os.close(go)

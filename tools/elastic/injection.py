@@ -87,8 +87,8 @@ class Injector:
                 self.arm()
 
         pipe._recover = recover_and_arm  # type: ignore[method-assign]
-        commits = saving.commit
-        saving.commit = partial(self._meet, "commit", commits)
+        commits = saving.commit  # type: ignore[attr-defined]
+        saving.commit = partial(self._meet, "commit", commits)  # type: ignore[attr-defined]
 
     def arm(self) -> None:
         """Before a step: sees which faults are for this rank now, and have not happened."""

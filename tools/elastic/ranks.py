@@ -217,7 +217,7 @@ def train_alone(job: Job) -> list[float]:
     rows = tuple(Microbatch(0, row, row + 1) for row in range(job.plan.global_batch))
     modules = [name for ministage in job.plan.ministages for name in ministage.modules]
     plan = Plan(job.plan.global_batch, (Group((0,), rows),), (Ministage(0, tuple(modules)),))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     pipe = HeteroPipeline(job.make_model(), plan, **job.make_options())
     schedulers = pipe.lr_schedulers(make_scheduler)
     losses = []
@@ -373,7 +373,7 @@ def keep_diary(pipe: ElasticPipeline, writer: Writer, lease: Lease) -> None:
         writer.form(running.number, time.monotonic() - began_s)
 
     control.next_generation, control.filled, control.step_done = next_generation, filled, step_done  # type: ignore[method-assign]
-    Running.form = form_in_time  # type: ignore[method-assign]
+    Running.form = form_in_time  # type: ignore[method-assign, assignment]
 
 
 def note_sums(job: Job, path: Path) -> None:

@@ -173,7 +173,7 @@ def _load(folder: Path) -> nn.Module:
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
-    base: nn.Module = adapted.base_model.model
+    base: Any = adapted.base_model.model
     return base.train()
 
 

@@ -100,7 +100,7 @@ def prepare(job: Job) -> None:
     else:
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _train(job: Job) -> Measurement:

@@ -139,9 +139,13 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
     def largest(name: str) -> int | None:
         return max((n for m in measurements if (n := getattr(m, name)) is not None), default=None)
 
-    names = ("device_bytes", "reserved_bytes", "host_bytes")
-    steps = tuple(seconds for m in measurements for seconds in m.step_s)
-    return replace(measurements[0], step_s=steps, **{name: largest(name) for name in names})
+    return replace(
+        measurements[0],
+        step_s=tuple(seconds for m in measurements for seconds in m.step_s),
+        device_bytes=largest("device_bytes"),
+        reserved_bytes=largest("reserved_bytes"),
+        host_bytes=largest("host_bytes"),
+    )
 
 
 def spell_bytes(count: float | None) -> str:

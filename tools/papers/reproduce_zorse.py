@@ -70,8 +70,12 @@ def _figure_3(study: Study) -> Figure:
             base = Options(1, 1, zero=zero, offload=(), order="1f1b")
             outcomes[f"ZeRO {zero}"].append(search(setup, list_options((1,), (1, 2, 4), base)))
         notes += [f"{model}: {line}" for line in setup.clock.assumptions if "nothing was measured" in line]
-    tflops = {name: [own and own.tflops for own in found] for name, found in outcomes.items()}
-    memory = {name: [own and own.memory_share for own in found] for name, found in outcomes.items()}
+    tflops = {
+        name: [None if own is None else own.tflops for own in found] for name, found in outcomes.items()
+    }
+    memory = {
+        name: [None if own is None else own.memory_share for own in found] for name, found in outcomes.items()
+    }
     panels = [Panel("TFLOP/s", models, tflops), Panel("memory of the fullest GPU, share", models, memory)]
     return Figure("figure_3", "PP with ZeRO 2 and with ZeRO 3 on 8 V100 and 8 T4", panels, notes)
 
@@ -95,8 +99,8 @@ def _figure_8(study: Study) -> Figure:
             continue
         outcomes = [(study.fitting(part, largest[0]), part) for part in parts]
         series = {
-            "PFLOP/s": [own and own.tflops / 1e3 for own, _ in outcomes],
-            "HFU": [own and own.tflops / part.peak_tflops for own, part in outcomes],
+            "PFLOP/s": [None if own is None else own.tflops / 1e3 for own, _ in outcomes],
+            "HFU": [None if own is None else own.tflops / part.peak_tflops for own, part in outcomes],
         }
         panels.append(Panel(f"cluster {name}, Llama {largest[0]}", list(map("+".join, steps)), series))
     notes = ("the largest model of Table 5 that fits on the slowest cards by our memory model",)
@@ -120,8 +124,11 @@ def _figure_9(study: Study) -> Figure:
             if outcome is None and (smaller := study.largest(part)) is not None:
                 other, outcome = smaller
                 notes.append(f"cluster {name}, {device} alone: Llama {other}, since {model} does not fit")
-            alone.append(outcome and outcome.hfu_of(device))
-        series = {"mixed": [mixed.hfu_of(device) for device in types], "alone": alone}
+            alone.append(None if outcome is None else outcome.hfu_of(device))
+        series: dict[str, list[float | None]] = {
+            "mixed": [mixed.hfu_of(device) for device in types],
+            "alone": alone,
+        }
         panels.append(Panel(f"cluster {name}, Llama {model}", types, series))
     return Figure("figure_9", "HFU by type of card, mixed against alone", panels, notes)
 
@@ -164,13 +171,17 @@ def _figure_11(study: Study) -> Figure:
         "+O +I": (by_four, Options(8, 1)),
         "+O +I +H": (by_node, Options(8, 1)),
     }
-    tflops, unbounded = [], []
+    tflops: list[float | None] = []
+    unbounded: list[Outcome] = []
     for label, (setup, options) in steps.items():
         study.say(f"figure 11: {label}")
         fitting = fit_plan(setup, options)
         tflops.append(None if fitting is None else run_plan(setup, options, fitting).tflops)
         unbounded.append(_run_by_speed(setup, options))
-    fastest = {"that fits": tflops, "layers by speed alone": [own.tflops for own in unbounded]}
+    fastest: dict[str, list[float | None]] = {
+        "that fits": tflops,
+        "layers by speed alone": [own.tflops for own in unbounded],
+    }
     memory = {"memory": [own.memory_share for own in unbounded]}
     panels = [
         Panel("TFLOP/s", list(steps), fastest),

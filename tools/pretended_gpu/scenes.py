@@ -235,8 +235,14 @@ def _optimizers(ranks: int, folder: Path) -> None:
     from tiny import Case
     from torch.optim import SGD, AdamW, NAdam
 
-    forms = [partial(AdamW, **{form: True}) for form in ("fused", "foreach", "capturable", "amsgrad")]
-    for optimizer in (*forms, partial(AdamW, foreach=False), partial(SGD, lr=0.1, momentum=0.9), NAdam):
+    forms = [
+        partial(AdamW, fused=True),
+        partial(AdamW, foreach=True),
+        partial(AdamW, capturable=True),
+        partial(AdamW, amsgrad=True),
+        partial(AdamW, foreach=False),
+    ]
+    for optimizer in (*forms, partial(SGD, lr=0.1, momentum=0.9), NAdam):
         case = Case(plan_one_group(ranks, offload=OFFLOAD_KINDS), LAYERS, max_norm=0.1)
         pipe = build(case, optimizer=optimizer, clip="ministage")
         for step in range(2):
@@ -303,7 +309,8 @@ def _lora(ranks: int, folder: Path) -> None:
 
     base, lora = folder / "base", zorselike.hf.Lora(rank=3)
     if dist.get_rank() == 0:
-        make_model("llama").float().save_pretrained(base)
+        model: Any = make_model("llama")
+        model.float().save_pretrained(base)
     dist.all_reduce(torch.zeros(1))  # Over Gloo, which waits.
     names = list_modules(zorselike.hf.build_on_meta(base, lora=lora))
     groups = tuple(
@@ -374,8 +381,15 @@ def _profile(ranks: int, folder: Path) -> None:
     from zorselike.cli.profile import ProfileCommand
 
     folder.mkdir(exist_ok=True)
-    to = {"output": str(folder / "profile.json"), "cluster": str(folder / "cluster.toml")}
-    ProfileCommand(seq_len=16, most_rows=2, repeats=1, zero=(2,), largest_message="1MiB", **to).run()
+    ProfileCommand(
+        seq_len=16,
+        most_rows=2,
+        repeats=1,
+        zero=(2,),
+        largest_message="1MiB",
+        output=str(folder / "profile.json"),
+        cluster=str(folder / "cluster.toml"),
+    ).run()
 
 
 def _trainer(ranks: int, folder: Path) -> None:

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from zorselike.plan.plan import OFFLOAD_KINDS
+from zorselike.runtime import _compat
 from zorselike.runtime.memory import host_backed
 from zorselike.schedule.actions import Action
 
@@ -58,7 +59,7 @@ class Disturbance:
         for stream in list(self.streams.values()):
             if self._random.random() < _SHARE:
                 with torch.cuda.stream(stream):
-                    for _ in range(self._random.randrange(_MOST_PASSES)):
+                    for _pass in range(self._random.randrange(_MOST_PASSES)):
                         self._scratch.add_(1)
                 self.num_sleeps += 1
         if self.streams and self._random.random() < _SHARE:
@@ -94,7 +95,7 @@ def disturbing(seed: int) -> Iterator[Disturbance]:
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", filling(torch.UntypedStorage.resize_)),
-        mock.patch.object(host_backed, "grow_storage", filling(host_backed.grow_storage)),
+        mock.patch.object(host_backed, "grow_storage", filling(_compat.grow_storage)),
     ):
         torch.cuda.Stream.__new__ = staticmethod(make_and_note)  # type: ignore[method-assign]
         try:

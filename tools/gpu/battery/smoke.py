@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ def _run(rank: int, kind: str, training: Training) -> tuple[list[Outcome], dict[
 
     @contextmanager
     def watch(name: str, step: int, pipe: HeteroPipeline) -> Iterator[None]:
-        with noting_waits(kind) if step == 2 else nullcontext(Counter()) as found:
+        with ExitStack() as noting:
+            found = noting.enter_context(noting_waits(kind)) if step == 2 else Counter()
             yield
         if step == 2:
             waits[name] = dict(found)

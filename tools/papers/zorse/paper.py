@@ -38,7 +38,8 @@ class Result:
 def _read_result(cell: Mapping[str, Any]) -> Result:
     others = {name: value for name, value in cell.items() if name not in ("zorse", "ministages")}
     known = {name: None if value == "OOM" else float(value) for name, value in others.items()}
-    return Result(*cell["zorse"], known, cell.get("ministages"))
+    tflops, hfu = cell["zorse"]
+    return Result(tflops, hfu, known, cell.get("ministages"))
 
 
 TABLE_5 = {
