@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -147,9 +148,15 @@ def check_unit_order(compiled: CompiledPlan, trace: Trace) -> None:
     for index, (part, calls) in enumerate(zip(compiled.parts, trace.unit_calls, strict=True)):
         group = compiled.plan.group_of(index)
         if group.zero == 3 and len(group.flat_ranks) > 1 and calls != part.units:
+            found, listed = next(
+                pair
+                for pair in zip_longest(calls, part.units, fillvalue="nothing more")
+                if pair[0] != pair[1]
+            )
+            mend = "list them in that order, or " if sorted(calls) == sorted(part.units) else ""
             raise ConfigError(
-                f"ministage {index} calls its modules as {', '.join(calls)}, but the plan lists "
-                f"{', '.join(part.units)}; zero = 3 needs each called once in that order: set zero = 2 in "
+                f"ministage {index} calls '{found}' where the plan lists '{listed}'; zero = 3 needs each "
+                f"module of it called once, in the plan's order: {mend}set zero = 2 in "
                 f"groups[{compiled.plan.ministages[index].group}]"
             )
 

@@ -386,33 +386,6 @@ def test_a_module_that_the_plan_forgot_is_refused_whatever_the_way() -> None:
         partition(make_sequential(), plan_over(["table", "encoder.0"], ["head"]))
 
 
-class NormFirst(Decoder):
-    """Registers its last layer first, and has no convention."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        layers = self._modules.pop("layers")
-        self._modules["layers"] = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tok_embeddings(x)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
-
-
-def test_modules_that_run_in_another_order_than_they_are_registered() -> None:
-    model = NormFirst()
-    plan = plan_over(["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"])
-    with pytest.raises(PlanError, match=r"modules must be in model order.*split='export'"):
-        partition(model, plan)
-    parts = partition(model, plan, split="export")
-    trace(parts, plan, TOKENS)
-    assert_same(parts, model)
-    with pytest.raises(PlanError, match="no ministage has module 'output'"):
-        partition(model, plan_over(["tok_embeddings", "layers.0"], ["layers.1", "norm"]))
-
-
 # -- ties ----------------------------------------------------------------------------------
 
 

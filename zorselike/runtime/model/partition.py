@@ -70,9 +70,9 @@ def partition(
     ministages have (tried out on fake token ids, and proven to call what the whole model calls); any other is
     cut by `torch.export` when its inputs are known. `split="decoder"` and `split="export"` insist on one of
     the last two; a callable makes each ministage's module itself, with parameters under their global names.
-    Modules are planned in the order in which the model registers them; for a causal LM, export and a
-    callable, in the order in which it runs them. `unpack` turns the model's output into a tensor or a tuple
-    of tensors. `is_proven`: this model in these ministages was tried out before, and needs no export.
+    Modules are planned in the order in which the model runs them. `unpack` turns the model's output into a
+    tensor or a tuple of tensors. `is_proven`: this model in these ministages was tried out before, and needs
+    no export.
 
     Raises `PlanError` where plan and model disagree, `ConfigError` where the model cannot be
     trained in pieces or `split` is wrong.
@@ -89,12 +89,7 @@ def partition(
         return _split_causal_lm(model, plan, unpack)
     loose = loose_parameters(model, plan)
     alone = len(plan.ministages) == 1
-    _check_modules(
-        model,
-        plan,
-        allow_loose=alone or split != "decoder",
-        any_order=callable(split) or split == "export",
-    )
+    disorder = _check_modules(model, plan, allow_loose=alone or split != "decoder")
     if callable(split):
         return _split_by_user(model, plan, split, unpack)
     if split == "export":
@@ -110,13 +105,20 @@ def partition(
         return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
     order = sequential_order(model, plan)
     if order is not None:
+        if disorder is not None:
+            raise disorder
         return _make_parts(model, prune(model, order), plan, Skeleton(), unpack=unpack, packs=True)
+    # Whoever runs modules in another order than that in which they are registered may well be right.
+    doubt = "" if disorder is None else str(disorder)
     if loose:
-        return _split_by_export(model, plan, unpack, why_needed=f"'{loose[0]}' belongs to no ministage")
+        reason = doubt or f"'{loose[0]}' belongs to no ministage"
+        return _split_by_export(model, plan, unpack, why_needed=reason)
     decoder = _Decoder(plan)
     parts = _split_by_pruning(model, plan, unpack, skeleton=decoder)
-    reason = None if is_proven else decoder.try_tokens()
-    return parts if reason is None else _split_by_export(model, plan, unpack, why_needed=reason)
+    tried = None if is_proven else decoder.try_tokens()
+    if tried is not None and disorder is not None and decoder.runs_otherwise:
+        raise disorder
+    return parts if tried is None else _split_by_export(model, plan, unpack, why_needed=doubt or tried)
 
 
 def find_ties(model: nn.Module, plan: Plan) -> tuple[Tie, ...]:
@@ -162,7 +164,9 @@ def refuse_batch_statistics(named_modules: Iterable[tuple[str, nn.Module]]) -> N
 # -- what every way needs ------------------------------------------------------------------
 
 
-def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool, any_order: bool) -> None:
+def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool) -> PlanError | None:
+    """Raises `PlanError` unless the plan's modules are those of the model. Returns one where they are, in
+    another order than that in which the model registers them: the only one that is known before it runs."""
     planned = list(plan.ministage_of)
     modules = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if n]
     names = [name for name, _ in modules]
@@ -173,15 +177,11 @@ def _check_modules(model: nn.Module, plan: Plan, *, allow_loose: bool, any_order
         and not (allow_loose and name not in planned and is_above(name, planned))
     ]
     try:
-        validate_modules(plan, _in_order_of(planned, names) if any_order else names, owners)
+        validate_modules(plan, names, owners)
     except PlanError as error:
-        if any_order:
-            raise
         validate_modules(plan, _in_order_of(planned, names), owners)
-        # The order alone is wrong, by the only order that is known without running the model.
-        raise PlanError(
-            f"{error}; if the model runs them in the plan's order, pass split='export'"
-        ) from error
+        return error
+    return None
 
 
 def _in_order_of(planned: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -251,7 +251,7 @@ def _split_by_pruning(
 
 def _split_causal_lm(model: nn.Module, plan: Plan, unpack: Callable[[Any], Any] | None) -> list[ModelPart]:
     try:
-        _check_modules(model, plan, allow_loose=True, any_order=True)
+        _check_modules(model, plan, allow_loose=True)
     except PlanError as error:
         raise PlanError(f"{error}{_name_modules(model)}") from error
     try:
@@ -279,6 +279,8 @@ class _Decoder(Skeleton):
         super().__init__()
         self._plan = plan
         self.model_parts: list[ModelPart] = []
+        self.runs_otherwise = False
+        """Whether the whole model was seen to call modules of a ministage after those of a later one."""
         self._proven: tuple[Signature, KwargSpecs] | None = None
 
     def try_tokens(self) -> str | None:
@@ -301,10 +303,16 @@ class _Decoder(Skeleton):
         with self.mode:
             tensors = inputs.zeros(rows)
             run_module(whole, tensors, make_kwargs(kwargs, rows), "the model", recorder)
+        home = {name: part.index for part in self.model_parts for name in part.units}
+        called = [home[call.name] for call in recorder.calls]
+        self.runs_otherwise = called != sorted(called)
         _, records = run_parts(
             self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
         )
-        hint = "split='decoder' needs a forward that skips missing parts (None) and does nothing else"
+        hint = (
+            "split='decoder' needs a forward that skips missing parts (None) and does nothing else, and a "
+            "plan in the order in which modules run"
+        )
         compare_calls(self.model_parts, recorder, records, hint)
         outside = sum((r.outside for r in records), Counter())
         for name in recorder.outside.keys() | outside.keys():
