@@ -68,6 +68,15 @@ def test_our_models_are_as_their_configs_say(
     assert flops_of(measured, "norm") == flops_of(measured, "embedding") == 0
 
 
+def test_layers_are_in_the_order_in_which_they_run() -> None:
+    model = build("llama", "debug")
+    expected = measure_workload(model, tokens(2), dtype="float32", name="x", loss_fn=cross_entropy)
+    model._modules["layers"] = model._modules.pop("layers")  # Registered behind norm and head.
+    model._modules["tok_embeddings"] = model._modules.pop("tok_embeddings")
+    assert find_layers(model) != tuple(name for name, _ in expected.layers)
+    assert measure_workload(model, tokens(2), dtype="float32", name="x", loss_fn=cross_entropy) == expected
+
+
 def flops_of(workload: Workload, kind: str) -> float:
     return workload.kinds[kind].forward_flops_per_row
 

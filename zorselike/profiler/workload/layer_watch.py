@@ -62,6 +62,8 @@ class LayerWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module, first: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, LayerRecord] = {}
+        self.order: dict[str, None] = {}
+        """Layers as they were called first."""
         self.counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
         self._holder = first
         """The layer that what happens counts to: the last that was entered."""
@@ -83,6 +85,7 @@ class LayerWatch(TorchFunctionMode):
 
     def make_enter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.order.setdefault(name)
             self._depth += 1
             if self._depth > 1:
                 return

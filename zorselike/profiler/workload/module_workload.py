@@ -88,7 +88,7 @@ def measure_workload(
             of integers, else 1.
         name: of the model, for plans and profiles; empty: its class.
         kwargs: keyword arguments of the model's forward; tensors' contents do not matter.
-        modules: names of the layers in model order; None: found by the model's structure.
+        modules: names of the layers in the order in which they run; None: found by the model's structure.
         loss_fn: of what the model returns; what it computes counts to the last layer.
         num_moments: averages that the optimizer keeps of each parameter.
 
@@ -100,7 +100,11 @@ def measure_workload(
     names = find_layers(model) if modules is None else tuple(modules)
     require_layers(model, names)
     keywords = {**training_arguments(model), **(kwargs or {})}
-    records = _run(model, inputs, keywords, names, loss_fn, getattr(torch, dtype))
+    watch = _run(model, inputs, keywords, names, loss_fn, getattr(torch, dtype))
+    if modules is None and (*watch.order,) != names:  # A model may register its head first.
+        names = (*watch.order,)
+        watch = _run(model, inputs, keywords, names, loss_fn, getattr(torch, dtype))
+    records = watch.records
     layers = _count_parameters(model, names, records)
     kind_names = _name_kinds(layers)
     rows = inputs[0].shape[0]
@@ -156,7 +160,7 @@ def _run(
     names: Sequence[str],
     loss_fn: Callable[[Any], Any] | None,
     dtype: torch.dtype,
-) -> dict[str, LayerRecord]:
+) -> LayerWatch:
     mode = make_fake_mode()
     (copy,) = fake_copies([model], mode, param_dtype=dtype)
     use_grouped_experts(copy)
@@ -188,9 +192,9 @@ def _run(
                 f"model: {type(model).__name__} does not run on the example inputs without memory "
                 f"({first_line(error)}); give inputs and kwargs= as in training"
             ) from error
-    if idle := [name for name in names if name not in watch.records]:
+    if idle := [name for name in names if name not in watch.order]:
         raise ConfigError(f"model: its forward does not call {idle[0]}; leave it out of modules=")
-    return watch.records
+    return watch
 
 
 def _count_parameters(
