@@ -201,6 +201,16 @@ def test_what_is_read_is_not_written(folder: Path, capsys: pytest.CaptureFixture
     assert Path(read).read_text() == before
 
 
+def test_what_is_read_is_not_written_under_the_plan_s_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CPUS.save("my.plan.toml")
+    Path("my.sbatch").write_text("a cluster")
+    assert main(("launch", "my.plan.toml", "--to", "slurm", "--cluster", "my.sbatch")) == 2
+    assert "--output is my.sbatch, which is read too; name another file" in capsys.readouterr().err
+    assert Path("my.sbatch").read_text() == "a cluster"
+
+
 # -- Slurm -------------------------------------------------------------------------------------
 
 SHIMS = {

@@ -506,6 +506,10 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         (["--shares"], "--cluster is missing"),
         (["--cluster", "c", "--profile", "p", "--from-profile", "q"], "both given; keep one"),
         (["--cluster", "c"], "--global-batch is 0; give the number of rows of a step"),
+        (
+            ["--cluster", "c", "--profile", "p", "--profile=q"],
+            "plan: --profile is given twice; keep one, or measure into one file with `zorselike profile -o`",
+        ),
         (["--cluster", "c", "--global-batch", "8"], "c: there is no such file"),
         (["--cluster", "c", "--global-batch", "8", "-o", "no/plan.toml"], "in a folder that does not exist"),
         (["--cluster", "c", "--global-batch", "8", "-o", "."], "a folder; name a file"),
@@ -519,6 +523,10 @@ def test_a_plan_by_proportion_needs_no_search(capsys: pytest.CaptureFixture[str]
         ),
         (["--cluster", "c", "--global-batch", "8", "-o", "./c"], "--output is ./c, which is read too; name"),
         (["--from-profile", "p", "--global-batch", "8", "-o", "cluster.toml"], "which is read too"),
+        (
+            ["--cluster", "c.sbatch", "--global-batch", "8", "-o", "c.toml", "--launch", "ray", "slurm"],
+            "--launch slurm's file, named after --output, is c.sbatch, which is read too; name another file",
+        ),
         (
             ["--cluster", "c", "--global-batch", "8", "--html", "./plan.toml"],
             "--html is ./plan.toml, which is --output's too; name another file",

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Protocol
 
 import tyro
@@ -25,7 +26,7 @@ from zorselike.cli.profile import ProfileCommand
 from zorselike.cli.replay import Replay
 from zorselike.cli.show import Show
 from zorselike.cli.simulate import Simulate
-from zorselike.errors import USER_ERRORS
+from zorselike.errors import USER_ERRORS, ConfigError
 from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.launcher import is_first_of_node, parse_once, report_mistake
 from zorselike.text.files import open_closed_streams
@@ -35,6 +36,8 @@ _MAX_WARNINGS = 3
 """How many warnings of one category are printed."""
 _INTERRUPTED = 130
 """Exit code of a shell command ended by Ctrl-C."""
+_INPUTS = ("--cluster", "--profile", "--from-profile", "--workload", "--hf")
+"""Files that are read, of which a user who names two means both."""
 _PIPE_CLOSED = 141
 """Exit code of a command whose output is no longer read."""
 COMMANDS: dict[str, type[Command]] = {
@@ -96,6 +99,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         )
     )
     try:
+        _refuse_two_inputs(arguments)
         with _plain_warnings():
             code = command.run()
     except USER_ERRORS as error:
@@ -105,6 +109,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("interrupted; files already written are kept", file=sys.stderr, flush=True)
         return _INTERRUPTED
     return code or 0
+
+
+def _refuse_two_inputs(arguments: Sequence[str]) -> None:
+    """Raises `ConfigError`; of two files the parser takes the last, without a word."""
+    own = [
+        word.partition("=")[0].replace("_", "-") for word in takewhile(lambda word: word != "--", arguments)
+    ]
+    for flag in _INPUTS:
+        if own.count(flag) > 1:
+            hint = ", or measure into one file with `zorselike profile -o`" if "profile" in flag else ""
+            raise ConfigError(f"{own[0]}: {flag} is given twice; keep one{hint}")
 
 
 @contextmanager

@@ -51,14 +51,15 @@ class LaunchCommand:
 
     def run(self) -> None:
         from zorselike.cli.launch.job import Job, Program
-        from zorselike.cli.launch.launchers import write_launch
+        from zorselike.cli.launch.launchers import name_file, write_launch
         from zorselike.cli.model_choice import ModelOptions, find_dtype
         from zorselike.plan.cluster.cluster import Cluster
         from zorselike.plan.plan import Plan
 
         if self.launcher == "torchrun" and self.output is not None:
             raise ConfigError("launch: torchrun's commands are printed; leave out --output")
-        check_outputs("launch", {"--output": self.output}, inputs=(self.plan, self.config, self.cluster))
+        output = self.output or name_file(self.launcher, plan=self.plan)
+        check_outputs("launch", {"--output": output}, inputs=(self.plan, self.config, self.cluster))
         if self.config is not None and (self.dtype is not None or self.defer_updates):
             flag = "--dtype" if self.dtype is not None else "--defer-updates"
             raise ConfigError(
@@ -76,4 +77,4 @@ class LaunchCommand:
         )
         cluster = None if self.cluster is None else Cluster.load(self.cluster)
         job = Job(plan=plan, path=self.plan, program=program, cluster=cluster)
-        print("\n".join(write_launch(job, self.launcher, output=self.output)))
+        print("\n".join(write_launch(job, self.launcher, output=output)))

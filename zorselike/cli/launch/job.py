@@ -115,10 +115,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """By the plan's file, of letters, digits and hyphens; first a letter, for Kubernetes."""
-        stem = Path(self.path).name.removesuffix(".toml").removesuffix(".plan")
-        label = make_label(stem) or "train"
-        return label if label[0].isalpha() else make_label(f"plan-{label}")
+        return name_job(self.path)
 
     @cached_property
     def devices_of(self) -> Mapping[str, Sequence[Device]]:
@@ -183,6 +180,13 @@ class Job:
                     f"launch: {launcher} brings along the folder that it is started in, and {path} is not "
                     "named as a file in it; start in a folder with all files, and give their names from there"
                 )
+
+
+def name_job(path: str) -> str:
+    """By the plan's file, of letters, digits and hyphens; first a letter, for Kubernetes."""
+    stem = Path(path).name.removesuffix(".toml").removesuffix(".plan")
+    label = make_label(stem) or "train"
+    return label if label[0].isalpha() else make_label(f"plan-{label}")
 
 
 def is_cpu(device: Device) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shlex import quote
 from typing import Literal, NamedTuple, Protocol
 
-from zorselike.cli.launch.job import Job
+from zorselike.cli.launch.job import Job, name_job
 from zorselike.cli.launch.jobset import write_jobset
 from zorselike.cli.launch.ray import write_driver
 from zorselike.cli.launch.skypilot import write_task
@@ -38,6 +38,11 @@ _FILES: dict[Launcher, _File] = {
 }
 
 
+def name_file(launcher: Launcher, *, plan: str) -> str | None:
+    """The file that is written here for the plan of this path; None where commands are printed."""
+    return None if launcher == "torchrun" else f"{name_job(plan)}{_FILES[launcher].suffix}"
+
+
 def write_launch(job: Job, launcher: Launcher, *, output: str | None = None) -> list[str]:
     """Lines for the user: torchrun's commands, or the name of the file that was written and how to start it.
 
@@ -46,10 +51,10 @@ def write_launch(job: Job, launcher: Launcher, *, output: str | None = None) -> 
     Raises:
         ConfigError: the launcher cannot start such a job, or the file cannot be written.
     """
-    if launcher == "torchrun":
+    path = output or name_file(launcher, plan=job.path)
+    if path is None:
         return list_commands(job)
     target = _FILES[launcher]
-    path = output or f"{job.name}{target.suffix}"
     text = target.write(job, file=path)
     try:
         write_text(path, text)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from zorselike.cli.launch.launchers import Launcher
+from zorselike.cli.launch.launchers import Launcher, name_file
 from zorselike.cli.model_choice import ModelOptions
 from zorselike.cli.options import check_outputs, one_of
 from zorselike.errors import ConfigError
@@ -214,6 +214,9 @@ class PlanCommand:
                 f"plan: --global-batch is {self.global_batch}; give the number of rows of a step"
             )
         outputs = {"--output": self.search.output, "--html": self.search.html}
+        for launcher in self.search.launch or ():
+            flag = f"--launch {launcher}'s file, named after --output,"
+            outputs[flag] = name_file(launcher, plan=self.search.output)
         check_outputs("plan", outputs, inputs=list_files(self))
         if self.proportional.shares:
             planned = SearchOptions(output=self.search.output)
