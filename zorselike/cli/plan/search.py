@@ -202,7 +202,7 @@ def _explain(
     from zorselike.planner.explain.step import describe_page
 
     yield describe_page(answer.best, problem, width=width)
-    sentences = describe_additions(problem, answer.best, additions)
+    sentences = describe_additions(problem, answer.best, additions, ending=answer.ending)
     sentences += [describe_trade(answer.best, other) for other in drop_alike(answer.plans)[1:2]]
     if sentences:
         yield "\n".join(sentences)

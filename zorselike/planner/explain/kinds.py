@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from zorselike.errors import ConfigError
-from zorselike.planner.answer import NothingFitsError, PlanAnswer, Planned
+from zorselike.planner.answer import Ending, NothingFitsError, PlanAnswer, Planned
 from zorselike.planner.problem import PlanProblem
 from zorselike.text.wording import count
 
@@ -90,18 +90,23 @@ def leave_out(problem: PlanProblem, device: str) -> PlanProblem:
     return replace(problem, devices=rest, fixed=fixed)
 
 
-def describe_additions(problem: PlanProblem, best: Planned, additions: Sequence[Addition]) -> list[str]:
-    """A sentence or two for each type; says plainly what is not worth it."""
-    return [_describe(problem, best, addition) for addition in additions]
+def describe_additions(
+    problem: PlanProblem, best: Planned, additions: Sequence[Addition], *, ending: Ending = "finished"
+) -> list[str]:
+    """A sentence or two for each type; says plainly what is not worth it. `ending`: of the best plan's
+    search, which may have ended before it came to plans with all types."""
+    return [_describe(problem, best, addition, ending) for addition in additions]
 
 
-def _describe(problem: PlanProblem, best: Planned, addition: Addition) -> str:
+def _describe(problem: PlanProblem, best: Planned, addition: Addition, ending: Ending) -> str:
     number = addition.num_used or addition.num_usable
     them, are, s = (
         (f"The {number} {addition.device}", "are", "")
         if number > 1
         else (f"The one {addition.device}", "is", "s")
     )
+    if not addition.num_used and ending != "finished":
+        return f"{them} {are} not in the best plan found; a longer search may find a better one with."
     if not addition.num_used:
         return f"{them} {are} not worth it: the best plan found goes without."
     if addition.without is None:

@@ -74,7 +74,7 @@ def _compare(problem: PlanProblem, chosen: SimulatedCandidate, other: SimulatedC
             return f"no more than {count(problem.max_devices, 'device')} may be used"
         if problem.fixed.groups is not None:
             return "the fixed groups have none of them"
-        return "no plan with more of them that keeps the limits looked better by its estimate"
+        return "no plan found with more of them that keeps all limits looked better by its estimate"
     change = other.iteration_s / chosen.iteration_s - 1
     told = f"{-change:.2%} faster" if change < 0 else f"{change:.1%} slower"
     seconds = f"the best plan found with more of them takes {other.iteration_s:.4g} s a step, {told}"
