@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tools.elastic import bench
 from tools.elastic.bench import main, merge
 from tools.elastic.diary import Diary, Entered, Writer
 from tools.elastic.faults import list_cells, make_plan
@@ -160,6 +163,25 @@ def test_pieces_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert figures["recovery_median_s"] == 2.0 and figures["largest_error"] == pytest.approx(2e-5)
     assert "fill kill           3 of 3" in capsys.readouterr().out
     assert merge([]) == {"seconds": 0.0, "loads": []}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing is asked for; give --faults, --cycles"),
+        (["--merge", "no.json"], "no.json is no --json of an earlier run: [Errno 2]"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it starts from any folder, as a script."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    path = Path(bench.__file__)
+    ended = subprocess.run(
+        [sys.executable, str(path), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2 and message in ended.stderr
 
 
 def test_the_lease_is_of_the_newest_generation_alone(tmp_path: Path) -> None:

@@ -1,16 +1,16 @@
 """Kills, stops and fails ranks of elastic jobs in every phase of steps and recoveries, and says how they went
 on.
 
-    python -m tools.elastic.bench --faults 530 --json elastic.json   # the matrix, twice
-    python -m tools.elastic.bench --faults 530 --part 2/4 --json 2.json   # a quarter of it
-    python -m tools.elastic.bench --faults 20 --phases form fill     # some of it
-    python -m tools.elastic.bench --cycles 100      # one job, whose lost ranks are replaced each time
-    python -m tools.elastic.bench --switches 6      # planned changes of plan
-    python -m tools.elastic.bench --partitions      # two nodes in network namespaces, whose link is cut
-    python -m tools.elastic.bench --losses 3        # how fast it is after a loss; what mirrors cost
-    python -m tools.elastic.bench --members 10000   # of membership alone, in virtual time
-    python -m tools.elastic.bench --agents          # torchrun's, of which the first is killed
-    python -m tools.elastic.bench --merge 1.json 2.json 3.json       # what pieces came to together
+    python tools/elastic/bench.py --faults 530 --json elastic.json   # the matrix, twice
+    python tools/elastic/bench.py --faults 530 --part 2/4 --json 2.json   # a quarter of it
+    python tools/elastic/bench.py --faults 20 --phases form fill     # some of it
+    python tools/elastic/bench.py --cycles 100      # one job, whose lost ranks are replaced each time
+    python tools/elastic/bench.py --switches 6      # planned changes of plan
+    python tools/elastic/bench.py --partitions      # two nodes in network namespaces, whose link is cut
+    python tools/elastic/bench.py --losses 3        # how fast it is after a loss; what mirrors cost
+    python tools/elastic/bench.py --members 10000   # of membership alone, in virtual time
+    python tools/elastic/bench.py --agents          # torchrun's, of which the first is killed
+    python tools/elastic/bench.py --merge 1.json 2.json 3.json       # what pieces came to together
 
 Ranks are processes of this machine with a small model in fp64 (some in bf16). Every loss of every process is
 compared with that of a run to which nothing happens, and every state that a generation begins with, bit by
@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 
-from ..report import Figure, conclude, make_parser, positive
-from .agents import describe_agents, run_agents
-from .injection import RECOVERY_PHASES, STEP_PHASES
-from .matrix import Found, run_matrix
-from .scenarios import (
+sys.path.insert(0, str(Path(__file__).parents[2]))  # As a script this knows its own folder only.
+
+from tools.elastic.agents import describe_agents, run_agents
+from tools.elastic.injection import RECOVERY_PHASES, STEP_PHASES
+from tools.elastic.matrix import Found, run_matrix
+from tools.elastic.scenarios import (
     describe_cycles,
     describe_partitions,
     describe_switches,
@@ -42,8 +43,9 @@ from .scenarios import (
     run_partitions,
     run_switches,
 )
-from .throughput import describe_losses, measure_loss
-from .virtual import describe_virtual, run_virtual
+from tools.elastic.throughput import describe_losses, measure_loss
+from tools.elastic.virtual import describe_virtual, run_virtual
+from tools.report import Figure, conclude, make_parser, positive
 
 DESCRIBE: dict[str, Callable[[Any], list[Figure]]] = {
     "matrix": lambda table: Found.from_json(table).figures(),
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     torch.set_num_threads(1)
     if chosen.merge:
-        return conclude_all(merge(map(read, chosen.merge)), chosen.json)
+        return conclude_all(merge(chosen.merge), chosen.json)
     found: dict[str, Any] = {"seconds": 0.0, "loads": []}
     began_s = time.monotonic()
     if chosen.faults:
@@ -107,8 +109,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--members", type=positive, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--silence", type=float, default=4.0, help="seconds after which a rank is given up")
-    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="of earlier runs' --json")
-    return parser.parse_args(arguments)
+    parser.add_argument("--merge", type=read, nargs="+", metavar="FILE", help="of earlier runs' --json")
+    chosen = parser.parse_args(arguments)
+    sections = ("faults", "cycles", "switches", "partitions", "losses", "agents", "members", "merge")
+    if not any(getattr(chosen, section) for section in sections):
+        parser.error(f"nothing is asked for; give --{', --'.join(sections[:-1])} or --{sections[-1]}")
+    if (chosen.partitions or chosen.losses) and os.geteuid() != 0:
+        parser.error("--partitions and --losses need root")
+    return chosen
 
 
 def read_part(text: str) -> tuple[int, int]:
@@ -119,9 +127,12 @@ def read_part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
     """What an earlier run has found."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["found"]
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))["found"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is no --json of an earlier run: {error}") from None
     return found
 
 
