@@ -26,7 +26,7 @@ from zorselike.runtime.model.boundaries import Trace
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.processes.world import ProcessInfo
 from zorselike.schedule.actions import Kind
-from zorselike.text.units import GIB
+from zorselike.text.wording import show_bytes
 
 
 def refuse_unfitting_plan(
@@ -51,7 +51,7 @@ def refuse_unfitting_plan(
         [process.node for process in own_processes],
         needed,
         [HostRoom(process.host_room_bytes, process.host_room_limit) for process in own_processes],
-        "the plan puts at least {} GiB",
+        "the plan puts at least {}",
         mend=f"{less}give its ranks fewer layers there, or train a smaller model",
     )
 
@@ -156,7 +156,7 @@ def check_host_room(assembly: Assembly) -> None:
         [process.node for process in processes],
         [int(own) for own, _ in numbers],
         [HostRoom(int(room), limit) for (_, room), limit in zip(numbers, limits, strict=True)],
-        "the first step would put {} GiB more of optimizer state and gradients",
+        "the first step would put {} more of optimizer state and gradients",
         mend="offload less there, or give its ranks fewer layers",
     )
 
@@ -174,14 +174,14 @@ def refuse_crowded_hosts(
     nodes: Sequence[str], needed: Sequence[int], rooms: Sequence[HostRoom], what: str, *, mend: str
 ) -> None:
     """By rank: the node on which it runs, bytes that it needs, and what is left there. `what` says of so many
-    GiB what puts them into host memory."""
+    bytes what puts them into host memory."""
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, other in enumerate(nodes) if other == node]
         total = sum(needed[rank] for rank in ranks)
         room = min((rooms[rank] for rank in ranks), key=lambda room: room.num_bytes)
         if total > room.num_bytes:
-            listed = ", ".join(f"rank {rank}: {needed[rank] / GIB:.2f}" for rank in ranks)
+            listed = ", ".join(f"rank {rank}: {show_bytes(needed[rank], 2)}" for rank in ranks)
             raise ConfigError(
-                f"{what.format(f'{total / GIB:.2f}')} into the host memory of node '{node}' ({listed}), "
+                f"{what.format(show_bytes(total, 2))} into the host memory of node '{node}' ({listed}), "
                 f"which has {room} left: {mend}"
             )

@@ -66,9 +66,10 @@ def show_numbers(numbers: Sequence[int]) -> str:
     )
 
 
-def show_bytes(num_bytes: float) -> str:
-    """`1.5 GiB`, or below that `20.3 MiB`."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+def show_bytes(num_bytes: float, decimals: int = 1) -> str:
+    """`1.5 GiB`, or below a GiB `20.3 MiB`."""
+    size, unit = (num_bytes / 2**30, "GiB") if num_bytes >= 2**30 else (num_bytes / 2**20, "MiB")
+    return f"{size:,.{decimals}f} {unit}"
 
 
 def show_modules(names: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorselike.errors import ConfigError, FileError
-from zorselike.text.units import GIB, read_memory
+from zorselike.text.units import read_memory
+from zorselike.text.wording import show_bytes
 
 HOST_MEMORY_VARIABLE = "ZORSELIKE_HOST_MEMORY"
 
@@ -30,7 +31,7 @@ class HostRoom:
 
     def __str__(self) -> str:
         hint = "" if HOST_MEMORY_VARIABLE in self.limit else f"; {HOST_MEMORY_VARIABLE}=SIZE if there is more"
-        return f"{self.num_bytes / GIB:.2f} GiB ({self.limit}{hint})"
+        return f"{show_bytes(self.num_bytes, 2)} ({self.limit}{hint})"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime.memory.host_room import find_host_room
 from zorselike.runtime.memory.pinned import make_pinned, unpin, unpin_abandoned
 from zorselike.runtime.memory.streams import Streams
-from zorselike.text.units import GIB
+from zorselike.text.wording import show_bytes
 
 Place = Literal["device", "host"]
 
@@ -116,7 +116,7 @@ class HostPool:
         room = find_host_room()
         if num_bytes > room.num_bytes:
             raise ConfigError(
-                f"offloading needs {num_bytes / GIB:.2f} GiB more host memory for {purpose}, and this "
+                f"offloading needs {show_bytes(num_bytes, 2)} more host memory for {purpose}, and this "
                 f"machine has {room} left: offload less, or give this rank fewer layers or rows"
             )
         slab = (
