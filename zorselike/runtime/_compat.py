@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store as Store
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 FAKE_TENSOR_LOG = logging.getLogger(FakeTensorMode.__module__)
@@ -98,6 +99,12 @@ def default_store() -> Store:
     """The store through which the processes of the default group found each other."""
     store: Store = distributed_c10d._get_default_store()
     return store
+
+
+def make_fake_tensor_mode() -> FakeTensorMode:
+    """As `make_fx` makes one for fixed shapes, which has a graph traced besides."""
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def settle_device_guard() -> None:

@@ -92,7 +92,8 @@ def share(folder: Path) -> None:
     def try_once(decoder: Any) -> Any:
         whole, plan = _describe(decoder.whole), decoder._plan
         what = whole and ("try", whole, plan.ministages, plan.sequence_length)
-        return _once(folder, what, functools.partial(try_tokens, decoder))
+        found, decoder._proven = _once(folder, what, lambda: (try_tokens(decoder), decoder._proven))
+        return found
 
     crossing.trace_step = trace_once
     crossing.refuse_mixed_positions = refuse_once
@@ -152,12 +153,12 @@ def _once(folder: Path, what: object | None, find: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _first_of_all(path: Path) -> Iterator[None]:
-    deadline = time.monotonic() + _LONGEST_WAIT_S
+    begun_s = time.monotonic()
     with path.open("w") as file:
-        while time.monotonic() < deadline:
+        while (waited_s := time.monotonic() - begun_s) < _LONGEST_WAIT_S:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(0.002)
+                time.sleep(0.002 + waited_s / 10)  # To look costs the others time.
         yield

@@ -38,7 +38,7 @@ from zorselike.runtime.model.causal_lm import keep_rotations
 from zorselike.runtime.model.nested import map_leaves
 from zorselike.runtime.model.partition import find_ties
 from zorselike.runtime.model.pruning import loose_parameters, plan_module
-from zorselike.runtime.model.tracing import fake_copies, make_fake_mode
+from zorselike.runtime.model.tracing import Guesses, fake_copies, make_fake_mode
 from zorselike.text.wording import first_line
 
 
@@ -185,7 +185,7 @@ def _run(
             try:
                 watch = compute()
             except ASKS_FOR_VALUES:
-                with mode.guessing(True):
+                with Guesses(True):
                     watch = compute()
         except Exception as error:
             raise ConfigError(

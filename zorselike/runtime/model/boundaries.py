@@ -22,7 +22,7 @@ from zorselike.runtime._compat import ASKS_FOR_VALUES
 from zorselike.runtime.model.nested import map_tensors
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
-from zorselike.runtime.model.tracing import FakeMode, Recorder, fake_copies, find_place
+from zorselike.runtime.model.tracing import FakeMode, Guesses, Recorder, fake_copies, find_place
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
 
@@ -169,9 +169,9 @@ def trace_step(
                 raise
             both = None
         if both is None:  # It branches on values: once it goes either way.
-            with skeleton.mode.guessing(False):
+            with Guesses(False):
                 _, otherwise = run(few)
-            with skeleton.mode.guessing(True):
+            with Guesses(True):
                 both = run(few), run(more)
             _unite_calls(parts, both[0][1], otherwise)
     (outputs, calls), (others, larger_calls) = both

@@ -21,12 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import zorselike
 from zorselike.errors import ConfigError
-from zorselike.runtime._compat import FAKE_TENSOR_LOG, TorchDispatchMode, grouped_products
+from zorselike.runtime._compat import (
+    FAKE_TENSOR_LOG,
+    TorchDispatchMode,
+    grouped_products,
+    make_fake_tensor_mode,
+)
 from zorselike.runtime.model.nested import map_leaves, tensors_in
 from zorselike.runtime.model.signature import KwargSpecs, Signature
 from zorselike.text.wording import first_line
@@ -37,8 +41,7 @@ class FakeMode:
 
     def __init__(self, mode: Any) -> None:
         """`mode`: torch's own."""
-        self._guesses = _Guesses()  # type: ignore[no-untyped-call]
-        self._modes = (mode, _GroupedProducts(), self._guesses)
+        self._modes = (mode, _GroupedProducts())
         self.from_tensor: Callable[[Tensor], Tensor] = mode.from_tensor
 
     def __enter__(self) -> None:
@@ -49,25 +52,21 @@ class FakeMode:
         for mode in reversed(self._modes):
             mode.__exit__(*raised)
 
-    @contextmanager
-    def guessing(self, value: bool) -> Iterator[None]:
-        """Inside, who asks for the value of a tensor gets this one, or 1 where a number is asked for."""
-        self._guesses.value = value
-        try:
-            yield
-        finally:
-            self._guesses.value = None
 
+class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, who asks for the value of a fake tensor gets this one, or 1 where a number is asked for. Each
+    operation passes through it: for runs that need it."""
 
-class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    value: bool | None = None
+    def __init__(self, value: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._value = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if self.value is None or not isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
             return found
         dtype = args[0].dtype if args and isinstance(args[0], Tensor) else torch.int64
-        return self.value if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return self._value if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,15 +85,7 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def make_fake_mode() -> FakeMode:
     """A mode of its own."""
-    modes: list[Any] = []
-
-    def keep(x: Any) -> Any:
-        modes.append(x.fake_mode)
-        return x
-
-    # The public way to one: torch exports no name for the class itself.
-    make_fx(keep, tracing_mode="fake")(torch.empty(0, device="cpu"))
-    return FakeMode(modes[0])
+    return FakeMode(make_fake_tensor_mode())
 
 
 def fake_copies(
