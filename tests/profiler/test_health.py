@@ -9,7 +9,7 @@ import pytest
 
 from zorselike.cost.profile import LinkTimes, Source
 from zorselike.plan.plan import Device, Group, Microbatch, Ministage, Plan
-from zorselike.profiler.machine.examine import why_unreadable
+from zorselike.profiler.machine.examine import examine, why_unreadable
 from zorselike.profiler.machine.health import (
     Finding,
     Health,
@@ -93,6 +93,13 @@ def test_each_ill_is_named_with_its_node_and_its_mend(odd: Health, words: tuple[
     # Three nodes, so that the odd one is in the minority.
     found = texts(find_problems([healthy(), odd, healthy(2, "c")]))
     assert len(found) == 1 and all(word in found[0] for word in words), found
+
+
+def test_each_process_speaks_of_its_own_card_s_numbers() -> None:
+    """Whatever card the process has made its current one: the doctor makes none."""
+    has_bf16 = {"sm_75": False, "sm_70": False, "sm_86": True, "sm_120": True, "gfx90a": True, "": True}
+    for architecture, expected in has_bf16.items():
+        assert examine(ill(architecture=architecture).info, data=()).has_bf16 is expected, architecture
 
 
 def test_all_ills_are_listed_and_not_only_the_first() -> None:

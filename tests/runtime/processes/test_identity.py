@@ -7,6 +7,8 @@ import re
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import debug_llama
 import pytest
@@ -17,6 +19,7 @@ from zorselike.errors import ConfigError
 from zorselike.runtime.processes.device import find_device
 from zorselike.runtime.processes.identity import RANK_ALONE, Identity, find_identity
 from zorselike.runtime.processes.launcher_store import _find_meeting_point
+from zorselike.runtime.processes.world import describe_process
 from zorselike.train.__main__ import main
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +49,7 @@ HETEROGENEOUS = {
     "SLURM_STEP_TASKS_PER_NODE": "3,2,3",
 }
 """As Slurm 22.05 sets it for nodes a and c in one component, b in the other."""
-NAMES = (*TORCHRUN, *OPEN_MPI, *PALS, *HYDRA, *SLURM, *STEP, *HETEROGENEOUS)
+NAMES = ("TORCHELASTIC_RUN_ID", *TORCHRUN, *OPEN_MPI, *PALS, *HYDRA, *SLURM, *STEP, *HETEROGENEOUS)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,7 @@ def test_incomplete_or_contradictory_variables_are_refused(variables: dict[str, 
     [
         (SLURM, 4, 1),
         (SLURM, 1, 0),  # --gpus-per-task=1: each task sees its own.
+        (SLURM | TORCHRUN, 1, 0),  # Copied from Slurm's by the job script.
         (OPEN_MPI, 2, 1),
         (PALS, 2, 1),
         (TORCHRUN, 4, 1),
@@ -151,8 +155,32 @@ def test_each_rank_of_a_node_takes_its_own_card(
     assert made_current == [torch.device("cuda", index)]
 
 
+@pytest.mark.parametrize(("variables", "num_gpus", "index"), [(SLURM, 4, 1), (SLURM, 1, 0), (TORCHRUN, 4, 1)])
+def test_a_process_describes_the_card_that_it_would_take(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], num_gpus: int, index: int
+) -> None:
+    """`zorselike doctor` takes none, and says of it what training will find."""
+    _pretend(monkeypatch, variables, num_gpus)
+    asked: list[int] = []
+
+    def describe(card: int) -> Any:
+        asked.append(card)
+        numbers = dict.fromkeys(("pci_domain_id", "pci_bus_id", "pci_device_id", "multi_processor_count"), 1)
+        return SimpleNamespace(name="A100", uuid="u", total_memory=1, major=8, minor=0, **numbers)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", describe)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
+    assert describe_process("cuda", rank=0).device_name == "A100"
+    assert asked == [index]
+
+
 def test_more_processes_than_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, TORCHRUN, num_gpus=1)
+    with pytest.raises(ConfigError, match="this is process 1 of its node, which has 1 GPUs"):
+        find_device("cuda", without_gpu="")
+    _pretend(
+        monkeypatch, SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, num_gpus=1
+    )  # By torchrun itself.
     with pytest.raises(ConfigError, match="this is process 1 of its node, which has 1 GPUs"):
         find_device("cuda", without_gpu="")
 

@@ -8,22 +8,18 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from zorselike.profiler.machine.health import Health
+from zorselike.runtime.processes.device import lacks_bf16
 from zorselike.runtime.processes.world import ProcessInfo
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-_OLDEST_WITH_BF16 = 8
-"""Ampere; torch would compute in bfloat16 on older cards too, but slowly."""
 
 
 def examine(info: ProcessInfo, *, data: Sequence[str]) -> Health:
     """This process's health; `data`: paths that it is to read."""
     return Health(
         info=info,
-        has_bf16=_has_bf16(info),
+        has_bf16=not lacks_bf16(info),
         interfaces=tuple(_interfaces()),
         host_address=_host_address(),
         named_interfaces=tuple(
@@ -47,15 +43,6 @@ def why_unreadable(path: Path) -> str:
     except OSError as error:
         return (error.strerror or type(error).__name__).lower()
     return ""
-
-
-def _has_bf16(info: ProcessInfo) -> bool:
-    if info.device != "cuda" or not info.device_name:
-        return True  # CPUs compute in anything, some of them slowly.
-    if torch.version.hip:
-        return True
-    major, _ = torch.cuda.get_device_capability()
-    return major >= _OLDEST_WITH_BF16
 
 
 def _interfaces() -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ def find_device(wanted: str, *, without_gpu: str, rank: int | None = None) -> to
             f"RANK and WORLD_SIZE are set, but not LOCAL_RANK, and this node has {num_gpus} GPUs: set "
             "LOCAL_RANK too (the process's number on its node, from 0), or show each process one GPU"
         )
-    index = 0 if num_gpus == 1 and identity.source not in ("", "torchrun") else identity.local_rank
+    index = identity.own_gpu(num_gpus)
     if index >= num_gpus:
         raise ConfigError(
             f"this is process {index} of its node, which has {num_gpus} GPUs: start as many processes as the "
@@ -85,7 +85,7 @@ def choose_dtype(wanted: ParamDtype, processes: Sequence[ProcessInfo]) -> torch.
     if wanted != "auto":
         assert not isinstance(wanted, str)
         return wanted
-    return torch.float16 if any(map(_lacks_bf16, processes)) else torch.bfloat16
+    return torch.float16 if any(map(lacks_bf16, processes)) else torch.bfloat16
 
 
 def computes_in_fp16(model: nn.Module, dtype: torch.dtype | None) -> bool:
@@ -93,6 +93,7 @@ def computes_in_fp16(model: nn.Module, dtype: torch.dtype | None) -> bool:
     return torch.float16 in {dtype or p.dtype for p in model.parameters()}
 
 
-def _lacks_bf16(process: ProcessInfo) -> bool:
+def lacks_bf16(process: ProcessInfo) -> bool:
+    """Whether its GPU is older than those that compute in bf16 in hardware."""
     capability = re.fullmatch(r"sm_(\d+)", process.architecture)
     return capability is not None and int(capability[1]) < _FIRST_WITH_BF16

@@ -22,6 +22,9 @@ RANK_ALONE = "RANK and WORLD_SIZE"
 """Source of an identity whose place on its node nobody says: a pod of one process, or a script that sets
 these two by hand. Its local rank is taken for 0."""
 
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that only torchrun sets."""
+
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Slurm's batch scripts and interactive shells are steps of numbers from here on, with one process each."""
 
@@ -39,6 +42,12 @@ class Identity:
     node: str
     source: str
     """Launcher whose variables say so; empty for a process that was started by itself."""
+
+    def own_gpu(self, num_gpus: int) -> int:
+        """Which of the GPUs that it sees is its own: that of its local rank, or, where Slurm or an MPI
+        launcher shows each process one, that one."""
+        is_shown_one = num_gpus == 1 and self.source not in ("", _TORCHRUN.name)
+        return 0 if is_shown_one else self.local_rank
 
 
 @dataclass(frozen=True)
@@ -118,13 +127,16 @@ def _read(launcher: _Launcher, environment: Mapping[str, str], node: str) -> Ide
 
 
 def _read_torchrun(environment: Mapping[str, str], node: str) -> Identity:
-    """Job scripts copy another launcher's numbers into RANK and WORLD_SIZE: then it has the local rank."""
+    """Job scripts copy another launcher's numbers into these variables: then it is that one."""
     rank, size = _number(environment, (_TORCHRUN.rank,)), _number(environment, _TORCHRUN.sizes)
-    if _TORCHRUN.local_rank in environment or rank is None or size is None:
-        return _read(_TORCHRUN, environment, node)
-    for other in _OTHERS:
-        if (_number(environment, (other.rank,)), _number(environment, other.sizes)) == (rank, size):
+    local_rank = _number(environment, (_TORCHRUN.local_rank,))
+    is_copied = _STARTED_BY_TORCHRUN not in environment and None not in (rank, size)
+    for other in _OTHERS if is_copied else ():
+        numbers = (_number(environment, (other.rank,)), _number(environment, other.sizes))
+        if numbers == (rank, size) and local_rank in (None, _number(environment, (other.local_rank,))):
             return _read(other, environment, node)
+    if local_rank is not None or rank is None or size is None:
+        return _read(_TORCHRUN, environment, node)
     return Identity(rank, size, 0, _number(environment, _TORCHRUN.local_sizes), node, RANK_ALONE)
 
 

@@ -100,7 +100,7 @@ def describe_process(device: torch.device | str, *, rank: int | None = None) -> 
     rank = dist.get_rank() if rank is None else rank
     identity = find_identity(rank=rank)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = identity.local_rank if device.index is None else device.index
+    index = identity.own_gpu(num_gpus) if device.index is None else device.index
     name, gpu, architecture, memory_bytes = "", "", "", find_host_memory()
     address, num_processors = "", 0
     if device.type == "cuda" and index < num_gpus:
