@@ -75,6 +75,9 @@ static int is_traced(void) {
 /* For scenes, by ctypes. */
 void pretended_note(const char *text) { write_log("note %s", text); }
 
+static int locks_no_more = 0;
+void pretended_lock_no_more(void) { locks_no_more = 1; }
+
 /* ---- Which memory is whose ---- */
 
 enum { PINNED = 1, ON_CARD = 2 };
@@ -240,8 +243,13 @@ cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(ve
 
 const char *cudaGetErrorString(cudaError_t error) { return "pretended error"; }
 const char *cudaGetErrorName(cudaError_t error) { return "pretendedError"; }
-cudaError_t cudaGetLastError(void) { return OK; }
-cudaError_t cudaPeekAtLastError(void) { return OK; }
+static __thread cudaError_t last_error = cudaSuccess;
+cudaError_t cudaPeekAtLastError(void) { return last_error; }
+cudaError_t cudaGetLastError(void) {
+  cudaError_t error = last_error;
+  last_error = OK;
+  return error;
+}
 
 static int get_context_state(int card, unsigned *flags, int *is_active) {
   if (flags)
@@ -296,6 +304,8 @@ cudaError_t cudaFreeHost(void *memory) {
 
 cudaError_t cudaHostRegister(void *memory, size_t bytes, unsigned flags) {
   need_context("hostregister");
+  if (locks_no_more)
+    return last_error = cudaErrorMemoryAllocation;
   add_range(memory, bytes, PINNED);
   return OK;
 }

@@ -179,13 +179,18 @@ def _loss(ranks: int, folder: Path) -> None:
 
 
 def _dynamic(ranks: int, folder: Path) -> None:
-    """Sequences of four lengths in a row."""
+    """Sequences of four lengths in a row; of the last one all rows are one in memory."""
     from tiny import Case
 
     plan = plan_two_groups(ranks) if ranks > 1 else plan_one_group(1)
     pipe = build(case := Case(plan, LAYERS), dynamic_shapes=True)
     for step, length in enumerate((4, 3, 4, 6)):
         pipe.step_global(*(t.repeat(1, 2)[:, :length].contiguous() for t in case.batch(step)))
+    inputs, targets = (
+        t[:1].expand(len(rows), -1)
+        for t, rows in zip(case.batch(0), (pipe.input_rows, pipe.target_rows), strict=True)
+    )
+    pipe.step(inputs, targets)
     pipe.close()
 
 
@@ -274,6 +279,21 @@ def _broken_off(ranks: int, folder: Path) -> None:
         assert count == 9 and not pipe.is_broken, (count, pipe.is_broken)
         pipe.step_global(*case.batch(step))
         pipe.close()
+
+
+def _unlocked(ranks: int, folder: Path) -> None:
+    """The driver locks no memory for the copies of a checkpoint, which then is saved without; training goes
+    on."""
+    from tiny import Case
+
+    pipe = build(case := Case(plan_one_group(ranks), LAYERS))
+    pipe.step_global(*case.batch(0))
+    ctypes.CDLL(None).pretended_lock_no_more()
+    saving = pipe.save(folder, wait=False)
+    pipe.step_global(*case.batch(1))
+    assert saving is not None
+    saving.wait()
+    pipe.close()
 
 
 def _other_plan(ranks: int, folder: Path) -> None:
@@ -428,6 +448,7 @@ SCENES = {
     "defaults": Scene("torch's default device is the card, its default dtype bf16", _defaults),
     "optimizers": Scene("forms of AdamW, SGD, NAdam; clipped by ministages", _optimizers),
     "broken-off": Scene("a step raises, and the next ones go on", _broken_off, most=1),
+    "unlocked": Scene("the driver locks no memory for checkpoints", _unlocked),
     "other-plan": Scene("checkpoints loaded under other plans, and exported", _other_plan),
     "lora": Scene("adapters of a Hugging Face folder, documents, padding (zorselike[hf])", _lora),
     "profile": Scene("zorselike profile", _profile, makes_groups=True),

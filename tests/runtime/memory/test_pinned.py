@@ -64,15 +64,23 @@ class Driver:
     code: int = 0
     seen: list[Mapping] = field(default_factory=list)
     locked: set[int] = field(default_factory=set)
+    last_error: int = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, _: int) -> int:
         assert address % 4096 == num_bytes % 4096 == 0 and address not in self.locked
         self.seen += mappings(address, num_bytes)
         self.locked.add(address)
+        self.last_error = self.code
         return self.code
 
     def cudaHostUnregister(self, address: int) -> None:
         self.locked.remove(address)
+
+    def start_kernel(self) -> None:
+        """As the runtime has it: what went wrong before is said now, and once."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError("CUDA error: out of memory")
 
 
 @contextmanager
@@ -85,6 +93,7 @@ def on_card(driver: Driver, used: list[int]) -> Iterator[None]:
 
     with (
         mock.patch.object(pinned, "_cudart", lambda: driver),
+        mock.patch.object(pinned, "_start_kernel", lambda: driver.start_kernel()),
         mock.patch.object(torch.cuda, "current_device", lambda: 5),
         mock.patch.object(torch.cuda, "device", use),
     ):
@@ -146,6 +155,7 @@ def refuse(rank: int, world_size: int) -> None:
         pool = HostPool(Ledger(), pin=True)
         with pytest.raises(ConfigError, match=r"does not lock 0\.00 GiB .*activations \(CUDA error 2;"):
             pool.reserve("activations", [100])
+    driver.start_kernel()  # What is caught does not come back where work goes on without that memory.
     assert pool._slabs == [] and len(driver.seen) == 1
     again = torch.empty(100, dtype=torch.uint8)  # Of the same pages, as likely as not.
     assert not any("dc" in part.flags for part in mappings_of(again))

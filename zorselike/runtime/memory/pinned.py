@@ -43,6 +43,10 @@ def make_pinned(purpose: str, num_bytes: int) -> Tensor:
     code = int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
     if code:
         _advise(slab, "MADV_DOFORK")
+        with suppress(
+            RuntimeError
+        ):  # Who goes on without would hear of it from the next kernel that it starts.
+            _start_kernel()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
         raise ConfigError(
@@ -68,8 +72,9 @@ def copy_to_host(tensor: Tensor, stream: Stream) -> tuple[Tensor, Event]:
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`, which this thread does not wait for: from pageable memory it would."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        # Not `pin_memory`, which refuses rows that share memory, as those of `expand` do.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 
 
@@ -102,6 +107,10 @@ def _advise(slab: Tensor, name: str) -> None:
         advice: int = getattr(mmap, name)
         address, num_bytes = ctypes.c_void_p(slab.data_ptr()), ctypes.c_size_t(slab.numel())
         ctypes.CDLL(None).madvise(address, num_bytes, advice)
+
+
+def _start_kernel() -> None:
+    torch.ones((), device="cuda")
 
 
 def _cudart() -> Any:
