@@ -181,7 +181,10 @@ class Unit:
         activations = self._activations
         if activations is None or not activations.is_keeping:
             if self.recomputes:
-                return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+                # The random numbers that it restores are those of devices of positional arguments alone.
+                beside = [] if tensors_in(args) else tensors_in(kwargs)
+                run = partial(_run_beside, self._run)
+                return checkpoint(run, beside, *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
         parameters = [p for unit in (self, *self._enclosing) for p in unit.parameters()]
         with activations.leaving_out([*parameters, *self._buffers()]):
@@ -211,6 +214,10 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+def _run_beside(run: Forward, _beside: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 def _run_saved(run: Forward, live: list[Any], restore: Callable[[], Any], _marker: Tensor) -> Any:

@@ -1,0 +1,93 @@
+"""What a layer that is computed again is given, and what is drawn in it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from gpus import need_gpus
+from ranks import RunRanks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zorselike import HeteroPipeline
+from zorselike.plan.plan import Group, Microbatch, Ministage, Plan, Recompute
+from zorselike.runtime.ministage import unit
+from zorselike.runtime.model.nested import tensors_in
+
+DIM = 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, *, hidden: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(hidden), 0.5, self.training)
+
+
+class Model(nn.Module):
+    """Calls its layers by keyword alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden=hidden)
+        return hidden
+
+
+def train(recompute: Recompute, device: torch.device) -> list[float]:
+    group = Group((0,), (Microbatch(0, 0, 2), Microbatch(0, 2, 4)), recompute=recompute)
+    plan = Plan(4, (group,), (Ministage(0, ("layers.0", "layers.1")),))
+    with torch.device("meta"):
+        model = Model()
+    with HeteroPipeline(
+        model,
+        plan,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        loss_fn=lambda outputs, targets: outputs.square().sum(),
+        count_fn=len,
+        split=lambda model, names: model,
+        device=device,
+    ) as pipe:
+        inputs = torch.arange(4.0 * DIM).view(4, DIM) / DIM
+        return [pipe.step(inputs, torch.zeros(4)).loss for _ in range(3)]
+
+
+def told(rank: int, world_size: int) -> list[list[Tensor]]:
+    """The tensors among the positional arguments of each recomputation, by which torch knows of which GPU the
+    random numbers are to be kept."""
+    found = []
+
+    def spy(run: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(tensors_in(args))
+        return checkpoint(run, *args, **kwargs)
+
+    with mock.patch.object(unit, "checkpoint", spy):
+        train("layer", torch.device("cpu"))
+    return found
+
+
+def test_recomputation_is_told_of_tensors_that_layers_are_given_by_keyword(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(told, 1)
+    assert found and all(tensors for tensors in found)
+
+
+def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list[float]]:
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    return train("none", device), train("layer", device)
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_dropped_is_dropped_again(kind: str, run_ranks: RunRanks) -> None:
+    if kind == "cuda":
+        need_gpus()
+    ((expected, found),) = run_ranks(train_both, 1, kind)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(set(expected)) == 3
