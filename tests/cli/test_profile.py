@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hf_families
 import pytest
+import torch
 from ranks import RankExit, RunRanks, free_port
 
 # What commands import when they run, before ranks are forked, so that they need not, each for itself.
@@ -22,6 +24,8 @@ from zorselike.cli.main import COMMANDS
 from zorselike.cost.profile import LayerTimes, Profile, Source
 from zorselike.plan.cluster.cluster import Cluster
 from zorselike.plan.plan import Plan
+from zorselike.runtime.processes import processes
+from zorselike.runtime.processes.world import ProcessInfo, describe_process
 
 SMALL = ("--seq-len", "16", "--override", "num_layers=2", "vocab_size=64", "--repeats", "1")
 QUICK = (*SMALL, "--dtype", "float32", "--most-rows", "2")
@@ -169,6 +173,20 @@ def test_several_nodes_are_measured_together(run: Any, tmp_path: Path) -> None:
     # The same nodes keep the file, other ones are refused.
     said = run("profile", *QUICK, nodes=("a", "c"))
     assert all(e.code == 2 for e in said) and "is of other nodes" in said[0].stderr
+
+
+def test_nodes_that_cannot_work_together_are_not_measured_together(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They would wait for each other for good, as a rank on a card, over NCCL, does for one on a CPU."""
+
+    def describe(device: torch.device, *, rank: int) -> ProcessInfo:
+        return replace(describe_process(device, rank=rank), torch=f"2.{11 + rank}.0")
+
+    monkeypatch.setattr(processes, "describe_process", describe)
+    exits = run("profile", *QUICK, "--only", "update", "links", nodes=("a", "b"))
+    assert [e.code for e in exits] == [2, 2] and not list(tmp_path.glob("profile.json"))
+    assert exits[0].last_line.startswith("error: torch must be the same everywhere: 2.11.0 on node a")
 
 
 def test_without_links_of_its_devices_no_cluster_is_written(run: Any, tmp_path: Path) -> None:

@@ -107,12 +107,14 @@ class ProfileCommand(FolderOptions):
         from zorselike.profiler.session import measure
         from zorselike.runtime.processes.device import find_device
         from zorselike.runtime.processes.processes import join_processes
+        from zorselike.runtime.processes.world import check_world
 
         device = find_device(
             self.device,
             without_gpu="--device cuda: torch finds no GPU here; leave it out, or give --device cpu",
         )
         with join_processes(device, timeout=read_timeout(self.timeout)) as processes:
+            processes.gather_or_raise(lambda: check_world(processes.infos))
             profile = measure(
                 job,
                 processes,
