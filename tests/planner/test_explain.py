@@ -208,7 +208,7 @@ def test_what_is_not_worth_it_is_said_plainly() -> None:
 def test_what_a_search_did_not_come_to_is_not_called_worthless() -> None:
     unused = Addition(device="T4", num_usable=2, num_used=0, without=None)
     (said,) = describe_additions(PROBLEM, BY_TYPE, [unused], ending="budget")
-    assert said == "The 2 T4 are not in the best plan found; a longer search may find a better one with."
+    assert said == "The 2 T4 are not in the best plan found; a longer search may find a better one with them."
 
 
 def test_with_money_as_the_aim_devices_save() -> None:

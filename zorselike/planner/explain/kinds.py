@@ -106,7 +106,7 @@ def _describe(problem: PlanProblem, best: Planned, addition: Addition, ending: E
         else (f"The one {addition.device}", "is", "s")
     )
     if not addition.num_used and ending != "finished":
-        return f"{them} {are} not in the best plan found; a longer search may find a better one with."
+        return f"{them} {are} not in the best plan found; a longer search may find a better one with them."
     if not addition.num_used:
         return f"{them} {are} not worth it: the best plan found goes without."
     if addition.without is None:

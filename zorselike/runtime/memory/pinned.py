@@ -43,9 +43,8 @@ def make_pinned(purpose: str, num_bytes: int) -> Tensor:
     code = int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
     if code:
         _advise(slab, "MADV_DOFORK")
-        with suppress(
-            RuntimeError
-        ):  # Who goes on without would hear of it from the next kernel that it starts.
+        # Who goes on without would hear of it from the next kernel that it starts.
+        with suppress(RuntimeError):
             _start_kernel()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
