@@ -48,7 +48,9 @@ class Exporter(Skeleton):
         self._why_needed = why_needed
         self._aliases = _find_aliases(model)
         self._replicas = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
-        self.modules = prune(model, [m.modules for m in plan.ministages], homes=_place_loose(model, plan))
+        homes = _place_loose(model, plan)
+        self.modules = prune(model, [m.modules for m in plan.ministages], homes=homes)
+        self._homes = {f"{_INNER}.{name}": i for name, i in homes.items() if len(self._aliases[name]) == 1}
         self._held = [_names_held(module) for module in self.modules]
         for index, module in enumerate(self.modules):
             module.forward = ExportedForward(module, self, index)  # type: ignore[method-assign]
@@ -146,6 +148,7 @@ class Exporter(Skeleton):
                 has_rows=has_rows,
                 rows=rows,
                 is_replica=lambda name: self._is_everywhere(_strip(name)),
+                homes=self._homes,
             )
         except CannotCut as error:
             raise self._refuse(str(error)) from error
@@ -179,7 +182,10 @@ class Exporter(Skeleton):
         for i, name in enumerate(map(_strip, graph.parameters)):
             here = [alias for alias in self._aliases[name] if alias in parameters]
             if not here:
-                raise self._refuse(f"{where} uses '{name}', which the plan gives to another ministage")
+                raise self._refuse(
+                    f"{where} uses '{name}', which the plan gives to another ministage: register it "
+                    "once more, in a module of its own that the plan has there"
+                )
             graph.parameters[i] = here[0]
         for i, name in enumerate(map(_strip, graph.buffers)):
             if name not in buffers and (name in graph.mutated_buffers or name not in self._replicas):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +56,12 @@ class Flow:
         has_rows: Sequence[bool],
         rows: int,
         is_replica: Callable[[str], bool],
+        homes: Mapping[str, int],
     ) -> None:
         """`stages`: names of the ministages; `num_inputs`: how many of the user's tensors enter the
         first, the others being keyword arguments; `is_replica`: whether every ministage can have
-        a buffer. Raises `CannotCut`."""
+        a buffer; `homes`: the ministages of parameters whose values later ones may be sent. Raises
+        `CannotCut`."""
         self.stages = stages
         self.rows = rows
         self._program = program
@@ -67,6 +69,9 @@ class Flow:
         self._inputs = dict(self._read_inputs())
         self._nodes = [n for n in program.graph.nodes if n.op in ("call_function", "get_attr")]
         self._stage = self._find_stages()
+        homes_of = {n: homes.get(e.name) for n, e in self._inputs.items() if e.kind is InputKind.PARAMETER}
+        self._homes = {node: home for node, home in homes_of.items() if home is not None}
+        self._stage |= self._homes
         self._nodes = [n for n in self._nodes if not is_called(n, DROPPED)]
         self._position = {node: i for i, node in enumerate(program.graph.nodes)}
         self._root = self._find_roots()
@@ -203,7 +208,8 @@ class Flow:
         return {
             node: use
             for node, use in last.items()
-            if node not in self._free and (node not in self._inputs or self._is_entry(node))
+            if node not in self._free
+            and (node not in self._inputs or self._is_entry(node) or node in self._homes)
         }
 
     def _refuse_distant_mutations(self) -> None:
@@ -266,7 +272,7 @@ class Flow:
             builder.enter(node, has_rows=has_rows, is_changed=is_changed)
         body = self._body(index, leaving)
         used = {source for node in body for source in node.all_input_nodes} | set(leaving)
-        fixed = [node for node in self._inputs if node in used and not self._is_entry(node)]
+        fixed = [n for n in self._inputs if n in used and not self._is_entry(n) and n not in entering]
         fixed.sort(key=lambda node: _ORDER.index(self._inputs[node].kind))
         for node in fixed:
             builder.take(node)
