@@ -47,6 +47,7 @@ def test_a_container_limits_it_but_not_by_cached_files(root: Path) -> None:
     )
     assert find_host_room().num_bytes == 70 * MIB
     assert "container or job" in find_host_room().limit
+    assert find_host_memory() == 100 * MIB
 
 
 def test_the_tightest_group_above_the_process_counts(root: Path) -> None:

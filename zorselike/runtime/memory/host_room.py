@@ -59,17 +59,26 @@ def find_host_room() -> HostRoom:
         return HostRoom(max(0, said - _used_bytes()), f"{HOST_MEMORY_VARIABLE} less what is in use")
     rooms = [HostRoom(_available_bytes(), "available memory")]
     for hierarchy, group in _control_groups():
-        rooms += _rooms(hierarchy, group)
+        for limit, place in _limits(hierarchy, group):
+            used = _number(place / hierarchy.used)
+            if used is not None:
+                held = max(0, used - (_entry(place / "memory.stat", hierarchy.cached) or 0))
+                rooms.append(HostRoom(max(0, limit - held), "memory limit of the container or job"))
     return min(rooms, key=lambda room: room.num_bytes)
 
 
 def find_host_memory() -> int:
-    """Host memory of this machine in all; 0 where nothing says."""
+    """Host memory of this machine in all, or the limit of this process's control groups; 0 where nothing
+    says."""
     said = _said_bytes()
+    if said is not None:
+        return said
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if said is None else said
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
+    limits = (limit for hierarchy, group in _control_groups() for limit, _ in _limits(hierarchy, group))
+    return min((total, *limits))
 
 
 def _said_bytes() -> int | None:
@@ -100,16 +109,15 @@ def _control_groups() -> Iterator[tuple[_Hierarchy, str]]:
             yield _V1, group
 
 
-def _rooms(hierarchy: _Hierarchy, group: str) -> Iterator[HostRoom]:
-    """Limits of a control group and all above it."""
+def _limits(hierarchy: _Hierarchy, group: str) -> Iterator[tuple[int, Path]]:
+    """Limits in bytes of a control group and all above it, and their folders."""
     top = ROOT / hierarchy.folder
     # Inside a container the path may be that of the host; the container's own group is then the top.
     folder = top / group.lstrip("/")
     for place in (folder, *folder.parents):
-        limit, used = _number(place / hierarchy.limit), _number(place / hierarchy.used)
-        if limit is not None and used is not None:
-            held = max(0, used - (_entry(place / "memory.stat", hierarchy.cached) or 0))
-            yield HostRoom(max(0, limit - held), "memory limit of the container or job")
+        limit = _number(place / hierarchy.limit)
+        if limit is not None:
+            yield limit, place
         if place == top:
             return
 
