@@ -626,6 +626,11 @@ def test_money_needs_prices(capsys: pytest.CaptureFixture[str], asked: Asked) ->
     assert "no node of the cluster has a price" in fail(capsys, *known, "--objective", "cost")
     assert "no node of the cluster has a price" in fail(capsys, *known, "--max-cost-per-iteration", "1")
     assert "USD per step" not in run(capsys, *known)
+    a, b = CLUSTER.nodes
+    replace(CLUSTER, nodes=(a, replace(b, price_per_hour=0.0))).save("free.toml")
+    assert "no price_per_hour, so free: node b" in run(capsys, *known, "--objective", "cost")
+    assert "so free" not in run(capsys, *known)
+    assert "so free" not in run(capsys, *EIGHT, "--objective", "cost")
 
 
 def test_where_nothing_fits_the_change_that_would_is_said(

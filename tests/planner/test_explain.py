@@ -81,6 +81,10 @@ def test_a_plan_that_waits_for_reductions_says_so() -> None:
 def test_plans_that_look_alike_are_shown_once() -> None:
     other = change(BY_TYPE, slower=1.2)
     assert drop_alike([BY_TYPE, change(BY_TYPE, slower=1.00001), other]) == [BY_TYPE, other]
+    fewer = plan_by_shares(
+        leave_out(PROBLEM, "T4")
+    )  # Beside other groups nothing tells how these were found.
+    assert drop_alike([BY_TYPE, replace(BY_TYPE, grouping="minimum 2-cut"), fewer]) == [BY_TYPE, fewer]
 
 
 def test_one_plan_has_no_columns_of_settings() -> None:

@@ -23,6 +23,7 @@ from zorselike.planner.search import search
 from zorselike.planner.search.helpers import count_cores
 from zorselike.text.layout import wrap_prose
 from zorselike.text.units import read_time
+from zorselike.text.wording import list_few
 
 if TYPE_CHECKING:
     from zorselike.cli.plan.command import PlanCommand, SearchOptions
@@ -126,7 +127,7 @@ def _make_problem(command: PlanCommand) -> tuple[PlanProblem, tuple[str, ...]]:
         fixed=fixed,
     )
     frozen = [f"{workload.model}: {told}" for told in [workload.describe_frozen()] if told]
-    return problem, (*frozen, *inputs.notes, *_describe_updates(command, problem))
+    return problem, (*frozen, *inputs.notes, *_describe_updates(command, problem), *_list_free(problem))
 
 
 def _find_min_throughput(command: PlanCommand, sequence_length: int) -> float:
@@ -143,6 +144,16 @@ def _describe_updates(command: PlanCommand, problem: PlanProblem) -> list[str]:
     if problem.workload.dtype != "float16" or command.problem.defer_updates:
         return []
     return ["computes in float16 with loss scaling: updates wait for the end of the step"]
+
+
+def _list_free(problem: PlanProblem) -> list[str]:
+    """Nodes that may be used and have no price, where money decides."""
+    cluster = problem.cluster
+    usable = sorted({cluster.places[device].node for device in problem.usable})
+    free = [cluster.nodes[i].name for i in usable if not cluster.nodes[i].price_per_hour]
+    return (
+        [f"no price_per_hour, so free: {list_few(free, 'node')}"] if free and problem.asks_for_money else []
+    )
 
 
 def _search(

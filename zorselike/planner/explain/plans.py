@@ -42,9 +42,6 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
         name: [describe(planned) for planned in plans] for name, describe in _list_settings(plans).items()
     }
     different = {name: cells for name, cells in settings.items() if len({*cells}) > 1}
-    if "groups" in different:  # These say more than how they were found, and lines are long.
-        settings.pop("made")
-        different.pop("made", None)
     alike = {name: cells[0] for name, cells in settings.items() if name not in different}
     columns = {"": [str(number + 1) for number in range(len(plans))], **speed, **different}
     table = [tuple(columns), *zip(*columns.values(), strict=True)]
@@ -57,10 +54,14 @@ def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
 
 
 def _list_settings(plans: Sequence[Planned]) -> Mapping[str, Callable[[Planned], str]]:
-    """Without tensor parallelism where no plan has it."""
-    if any(planned.case.plan.has_replicas for planned in plans):
-        return SETTINGS
-    return {name: describe for name, describe in SETTINGS.items() if name != TENSOR_PARALLEL}
+    """Without tensor parallelism where no plan has it, and without how groups were found where they differ,
+    which says more: lines are long."""
+    left_out = set()
+    if not any(planned.case.plan.has_replicas for planned in plans):
+        left_out.add(TENSOR_PARALLEL)
+    if len({describe_groups(planned) for planned in plans}) > 1:
+        left_out.add("made")
+    return {name: describe for name, describe in SETTINGS.items() if name not in left_out}
 
 
 def describe_groups(planned: Planned) -> str:
