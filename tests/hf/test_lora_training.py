@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import volume
-from hf_families import make_model, tokens
+from hf_families import make_model, names_of, tokens
 from ranks import RunRanks
 from safetensors.torch import load_file, save_file
 from tiny import adamw
 from torch import Tensor
 
 import zorselike.hf
-from zorselike import list_modules
 from zorselike.checkpoint.adapters import export_adapters, export_merged
 from zorselike.checkpoint.diff import diff
 from zorselike.checkpoint.export import export
@@ -67,7 +65,7 @@ def save(rank: int, world_size: int, family: str, folder: Path, dtype: torch.dty
 
 def make_folder(run_ranks: RunRanks, family: str, folder: Path, dtype: torch.dtype = torch.float64) -> Path:
     run_ranks(save, 1, family, folder, dtype)
-    names_of(folder)
+    names_of(folder, LORA)  # Asked before ranks are forked, which then find shapes and rules of names warm.
     return folder
 
 
@@ -75,13 +73,7 @@ def open_pipeline(
     folder: Path, plan: Any, dtype: torch.dtype = torch.float64, **options: Any
 ) -> HeteroPipeline:
     options = {"lora": LORA, "optimizer": adamw, "dtype": dtype, **options}
-    return zorselike.hf.pipeline(folder, plan(names_of(folder)), **options)
-
-
-@cache
-def names_of(folder: Path) -> list[str]:
-    """Of a model's modules. Asked before ranks are forked, which then find shapes and rules of names warm."""
-    return list_modules(zorselike.hf.build_on_meta(folder, lora=LORA))
+    return zorselike.hf.pipeline(folder, plan(names_of(folder, LORA)), **options)
 
 
 def count_gathers(patch: pytest.MonkeyPatch, run: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zorselike.hf
 from zorselike import list_modules
+from zorselike.hf.lora import Lora
 
 transformers = pytest.importorskip("transformers")
 # Imported once, and not by each rank: that takes seconds.
@@ -23,6 +26,18 @@ transformers.logging.set_verbosity_error()  # It finds special tokens outside of
 VOCABULARY = 19
 LENGTH = 6
 NUM_LAYERS = 5
+
+_NAMES: dict[tuple[str, Lora | None], tuple[str, ...]] = {}
+
+
+def names_of(folder: Path, lora: Lora | None = None) -> tuple[str, ...]:
+    """Of the modules of a folder's model. To find them takes as long as a step: ranks that stay know those of
+    every folder with the same config."""
+    key = (folder / "config.json").read_text(), lora
+    if key not in _NAMES:
+        _NAMES[key] = tuple(list_modules(zorselike.hf.build_on_meta(folder, lora=lora)))
+    return _NAMES[key]
+
 
 _COMMON = {
     "vocab_size": VOCABULARY,
