@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import volume
 from hypothesis import given, settings
@@ -33,6 +34,8 @@ from zorselike.models.workload import make_workload
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.runtime.memory_report import measure_ministage
+
+pytestmark = pytest.mark.pooled
 
 SEQUENCE = 8
 SHAPE: dict[str, Any] = {

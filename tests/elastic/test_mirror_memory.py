@@ -22,6 +22,8 @@ from zorselike.plan.plan import Plan
 from zorselike.plan.workload import LayerKind, Workload
 from zorselike.simulator.mirrors import host_copies, list_states
 
+pytestmark = pytest.mark.pooled
+
 NODES = ("a", "b", "a", "c")
 FROZEN_LAYER = "layers.1"
 

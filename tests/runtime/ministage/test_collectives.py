@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import OFFLOAD_KINDS, Group, Microbatch, Ministage, Plan
 from zorselike.runtime.ministage.unit import Unit
+
+pytestmark = pytest.mark.pooled
 
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
@@ -52,9 +55,10 @@ def count_steps(
     """By plan: all-gathers, reduce-scatters and all-reduces of device groups in steps 0 and 1, in an
     evaluation, and in step 2."""
     counter: Counter[str] = Counter()
-    for name in (*GATHERS, *SCATTERS, "all_reduce"):
-        patch(name, counter)
-    return [count_steps_of(Case(plan, NUM_LAYERS, frozen=frozen), counter) for plan in plans]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*GATHERS, *SCATTERS, "all_reduce"):
+            count(patch, name, counter)
+        return [count_steps_of(Case(plan, NUM_LAYERS, frozen=frozen), counter) for plan in plans]
 
 
 def count_steps_of(case: Case, counter: Counter[str]) -> list[Counts]:
@@ -68,7 +72,7 @@ def count_steps_of(case: Case, counter: Counter[str]) -> list[Counts]:
     return counts
 
 
-def patch(name: str, counter: Counter[str]) -> None:
+def count(patch: pytest.MonkeyPatch, name: str, counter: Counter[str]) -> None:
     original = getattr(dist, name, None)
     if original is None:
         return
@@ -82,7 +86,7 @@ def patch(name: str, counter: Counter[str]) -> None:
             counter[name] += 1
         return original(*args, **kwargs)
 
-    setattr(dist, name, counted)
+    patch.setattr(dist, name, counted)
 
 
 def summarise(counter: Counter[str]) -> Counts:
@@ -172,8 +176,8 @@ def gather_at_the_start(rank: int, world_size: int, plan: Plan) -> int:
         count()
         return anchor(*args, **kwargs)
 
-    Unit._anchor = count_first  # type: ignore[method-assign]
-    HeteroPipeline(model, plan, optimizer=adamw).close()
+    with mock.patch.object(Unit, "_anchor", count_first):
+        HeteroPipeline(model, plan, optimizer=adamw).close()
     return most
 
 

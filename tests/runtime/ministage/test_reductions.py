@@ -28,6 +28,8 @@ from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 
+pytestmark = pytest.mark.pooled
+
 NUM_LAYERS = 3
 NAMES = module_names(NUM_LAYERS)
 TWO_AND_ONE = Plan(

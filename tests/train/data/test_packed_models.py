@@ -26,6 +26,8 @@ from zorselike.train.data.loader import StepDataset
 from zorselike.train.data.packed_models import document_keywords
 from zorselike.train.data.tokenizer import Encoded
 
+pytestmark = pytest.mark.pooled
+
 ROWS = 5
 SEQ_LEN = 12
 VOCABULARY = 19
