@@ -44,6 +44,21 @@ def test_half_precision_is_missing_where_the_hardware_lacks_it() -> None:
         ("a100-40", "did you mean A100-40?"),
         ("RTX 3090", "did you mean RTX3090?"),
         ("V100-61", "did you mean 'V100-16'?"),
+        ("3090", "did you mean RTX3090 or RTX3090Ti?"),
+        ("RTX 6000", "did you mean QuadroRTX6000 or RTX6000Ada?"),
+        # As `nvidia-smi` prints them.
+        ("NVIDIA GeForce RTX 4090", "did you mean RTX4090?"),
+        ("NVIDIA GeForce RTX 2080 Ti", "did you mean RTX2080Ti?"),
+        ("NVIDIA GeForce RTX 4060 Ti", "did you mean RTX4060Ti-8 or RTX4060Ti-16?"),
+        ("NVIDIA A100 80GB PCIe", "did you mean A100-40 or A100-80?"),
+        ("NVIDIA H100 80GB HBM3", "did you mean H100-PCIe or H100-NVL or H100-SXM?"),
+        ("Tesla V100-SXM2-16GB", "did you mean V100-16 or V100-32 or V100-PCIe-16 or V100-PCIe-32?"),
+        ("NVIDIA RTX 6000 Ada Generation", "did you mean RTX6000Ada?"),
+        ("NVIDIA RTX A6000", "did you mean A6000?"),
+        ("NVIDIA L40S", "did you mean L40S?"),
+        # Slower, and with less memory, than what is listed under that number.
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "the types are T4,"),
+        ("Quadro RTX 6000 with Max-Q Design", "the types are T4,"),
         ("abacus", "the types are T4,"),
     ],
 )
@@ -121,6 +136,7 @@ def test_a_running_device_is_recognised(name: str, gib: float, type: str | None)
     ("name", "dtype", "tflops"),
     [
         ("NVIDIA A100-SXM4-40GB", "bfloat16", 312),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bfloat16", None),
         ("NVIDIA A100 80GB PCIe", "float32", 19.5),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
         ("NVIDIA H100 PCIe", "bfloat16", 756),

@@ -230,8 +230,8 @@ def find_memory_bytes(cluster: Cluster, place: Place) -> int | None:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of one device in `bfloat16`, `float16` or `float32`; None if we do not know. Its name is as
-    `torch.cuda.get_device_name` gives it."""
+    """FLOP/s of one device in `bfloat16`, `float16` or `float32`; None if we do not know, as of a slice of a
+    device. Its name is as `torch.cuda.get_device_name` gives it."""
     rows = _rows_named(device_name)
     return rows[0].peak_flops.get(dtype) if rows else None
 
@@ -242,8 +242,6 @@ def match_device_name(device_name: str, memory_bytes: int) -> str | None:
     memory that it has, so a slice of a device is none of them."""
     if device_name.casefold() == "cpu":
         return CPU
-    if _SLICE.search(device_name):  # Half of 80 GiB is what another type of that name has.
-        return None
     for row in _rows_named(device_name):
         if row.gib and abs(memory_bytes / (row.gib * GIB) - 1) <= _MEMORY_TOLERANCE:
             return row.name
@@ -252,6 +250,8 @@ def match_device_name(device_name: str, memory_bytes: int) -> str | None:
 
 def _rows_named(device_name: str) -> list[DeviceSpec]:
     """The rows that a name may mean: those of the first words that all stand in it."""
+    if _SLICE.search(device_name):  # Half of 80 GiB is what another type of that name has.
+        return []
     words = set(device_name.upper().replace("-", " ").replace("/", " ").split())
     for row in _TYPES:
         own = frozenset(row.words.upper().split())

@@ -45,12 +45,26 @@ def require_device_type(name: str) -> None:
         return
     letters = _letters(name)
     same_letters = [known for known in DEVICE_TYPES if _letters(known) == letters]
-    starts_alike = [known for known in DEVICE_TYPES if letters and _letters(known).startswith(letters)]
-    if nearest := same_letters or starts_alike:
+    contain_it = [known for known in DEVICE_TYPES if letters and letters in _letters(known)]
+    nearest, hint = same_letters or contain_it, ""
+    if not nearest:
+        hint = suggest(name, DEVICE_TYPES)
+        nearest = [] if hint else _named_within(name)
+    if nearest:
         hint = f"; did you mean {' or '.join(nearest)}?"
-    else:
-        hint = suggest(name, DEVICE_TYPES) or f"; the types are {', '.join(DEVICE_TYPES)}"
+    hint = hint or f"; the types are {', '.join(DEVICE_TYPES)}"
     raise ClusterError(f"there is no device type {name!r}{hint}")
+
+
+def _named_within(name: str) -> list[str]:
+    """What a driver's name may mean, such as `NVIDIA GeForce RTX 4090` or `Tesla V100-SXM2-16GB`."""
+    words = re.findall("[a-z0-9]+", name.casefold())
+    if {"laptop", "max"} & {*words}:  # Others than those of that number.
+        return []
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    stems = {known: _letters(known.split("-")[0]) for known in DEVICE_TYPES}
+    longest = max((len(stem) for stem in stems.values() if stem in runs), default=0)
+    return [known for known, stem in stems.items() if stem in runs and len(stem) == longest]
 
 
 def _letters(name: str) -> str:
