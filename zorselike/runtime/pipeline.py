@@ -89,7 +89,8 @@ class HeteroPipeline(Stateful):
         max_norm: clip gradients to this norm: of the whole model with `clip="global"`, which
             defers all updates to the end of the step (as fp16 does), of each ministage with
             `clip="ministage"`.
-        seed: of the initialisation, and of dropout, which no plan with the same microbatches changes.
+        seed: of the initialisation, and of dropout, which no plan with the same microbatches on GPUs of the
+            same types changes.
         dynamic_shapes: inputs may have another shape in every step: the rank that feeds the first rows
             tells the others at each step's begin. Each new shape is traced once; pad to a few lengths.
         skip_init: leave the parameters of a model on the meta device without values: `load` comes first.

@@ -2,7 +2,8 @@
 
 Before a module computes, torch's generators are seeded by (seed, step, the module's name, the first row of
 its microbatch). So there is no state of theirs to keep, and who computes those rows does not matter. A
-microbatch draws its rows' numbers together: plans that cut the batch elsewhere draw others.
+microbatch draws its rows' numbers together: plans that cut the batch elsewhere draw others. So do GPUs of
+another type, on which torch deals the numbers to as many threads as there are multiprocessors for.
 """
 
 from __future__ import annotations
