@@ -114,6 +114,24 @@ def test_an_odd_nccl_is_named_and_matters_on_gpus_only() -> None:
     check_world(_cluster(replace(CPU, nccl="2.21.5"), replace(CPU, node="d", nccl="")))
 
 
+def test_cards_of_two_makers_are_no_job() -> None:
+    """NCCL, which joins those of one, and RCCL, which joins those of the other, do not join each other."""
+    amd = replace(
+        V100,
+        device_name="AMD Instinct MI210",
+        architecture="gfx90a",
+        compiled_architectures=("gfx90a:sramecc+:xnack-", "gfx942"),
+        torch="2.13.0+rocm6.4",
+        nccl="2.26.6",
+    )
+    check_world(_cluster(amd, replace(amd, node="c")))
+    with pytest.raises(ClusterError) as refused:
+        check_world(_cluster(A100, amd))
+    assert str(refused.value) == (
+        "node a has NVIDIA's GPUs, node b AMD's, which no library joins: start a job on each kind by itself"
+    )
+
+
 def test_an_odd_zorselike_is_named() -> None:
     with pytest.raises(ClusterError, match=r"zorselike must be the same .* 0\.0\.9 on node b"):
         check_world(_cluster(A100, replace(V100, zorselike="0.0.9")))

@@ -219,7 +219,7 @@ def _examine(
         _find_not_compiled(processes),
         _find_fallen(processes, types),
         _find_other_types(processes, types, rank_of),
-        _find_difference(on_gpu, "NCCL", lambda process: process.nccl),
+        _find_two_makers(on_gpu) or _find_difference(on_gpu, "NCCL", lambda process: process.nccl),
     ]
     return rank_of, [mistake for mistake in found if mistake is not None]
 
@@ -341,6 +341,17 @@ def _find_difference(
     return ClusterError(
         f"{what} must be the same everywhere: {', '.join(listed[version] for version in odd)}, but "
         f"{listed[right]}; install {what} {right} on {nodes}"
+    )
+
+
+def _find_two_makers(on_gpu: Sequence[ProcessInfo]) -> ValueError | None:
+    amd = sorted({process.node for process in on_gpu if process.architecture.startswith("gfx")})
+    nvidia = sorted({process.node for process in on_gpu if process.architecture.startswith("sm_")})
+    if not (amd and nvidia):
+        return None
+    return ClusterError(
+        f"{list_few(nvidia, 'node')} {'have' if len(nvidia) > 1 else 'has'} NVIDIA's GPUs, "
+        f"{list_few(amd, 'node')} AMD's, which no library joins: start a job on each kind by itself"
     )
 
 
