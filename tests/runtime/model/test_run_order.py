@@ -98,6 +98,36 @@ def test_a_wrong_order_that_only_the_first_step_shows_is_named_there() -> None:
         trace(parts, plan, torch.zeros(3, 3))
 
 
+class Named(nn.Module):
+    """Keeps what it consists of in a dictionary, in which nothing can be None."""
+
+    def __init__(self, by_key: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, 3), "norm": nn.LayerNorm(3)})
+        self.by_key = by_key
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_key:
+            return self.parts["norm"](self.parts["table"](x))  # type: ignore[no-any-return]
+        return self.parts.norm(self.parts.table(x))  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_dictionary_of_modules_that_lacks_one_is_named_with_the_mend(by_key: bool) -> None:
+    plan = plan_over(["parts.table"], ["parts.norm"])
+    for split in (None, "decoder"):
+        parts = partition(Named(by_key), plan, split=split)  # type: ignore[arg-type]
+        if split is None:
+            trace(parts, plan, TOKENS)
+            continue
+        with pytest.raises(
+            ConfigError,
+            match=r"fails on .*'?norm'? \(test_run_order.py:\d+\); what another ministage has of a list or "
+            "dictionary of modules is not in it here; leave split='decoder' out",
+        ):
+            trace(parts, plan, TOKENS)
+
+
 # -- on ranks ----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,14 @@ from zorselike.runtime._compat import ASKS_FOR_VALUES
 from zorselike.runtime.model.nested import map_tensors
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
-from zorselike.runtime.model.tracing import FakeMode, Guesses, Recorder, fake_copies, find_place
+from zorselike.runtime.model.tracing import (
+    FakeMode,
+    Guesses,
+    Recorder,
+    fake_copies,
+    find_place,
+    lacks_member,
+)
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
 
@@ -314,6 +321,8 @@ def run_module(
         hint = ""
         if "'NoneType' object" in str(error):
             hint = "; a module of another ministage is None here, and this forward does not skip it"
+        elif lacks_member(error):
+            hint = "; what another ministage has of a list or dictionary of modules is not in it here"
         raise ConfigError(
             f"{where} fails on {shapes}: {first_line(error)}{find_place(error)}{hint}"
         ) from error

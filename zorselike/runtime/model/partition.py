@@ -100,7 +100,7 @@ def partition(
                 f"split='decoder' is for models that skip missing modules, which {type(model).__name__} does "
                 "not; leave split out: a causal LM of transformers is cut between its decoder layers"
             )
-        return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan))
+        return _split_by_pruning(model, plan, unpack, skeleton=_Decoder(plan, mend=_LEAVE_OUT))
     if alone:
         return _split_by_pruning(model, plan, unpack, skeleton=Skeleton())
     order = sequential_order(model, plan)
@@ -272,12 +272,17 @@ def _name_modules(model: nn.Module) -> str:
 # -- TorchTitan's convention ---------------------------------------------------------------
 
 
+_LEAVE_OUT = "; leave split='decoder' out, and torch.export cuts the model if it can"
+
+
 class _Decoder(Skeleton):
     """Proves that the pruned copies compute together what the whole model computes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, mend: str = "") -> None:
+        """`mend`: what to do where a part fails."""
         super().__init__()
         self._plan = plan
+        self._mend = mend
         self.model_parts: list[ModelPart] = []
         self.runs_otherwise = False
         """Whether the whole model was seen to call modules of a ministage after those of a later one."""
@@ -306,9 +311,12 @@ class _Decoder(Skeleton):
         home = {name: part.index for part in self.model_parts for name in part.units}
         called = [home[call.name] for call in recorder.calls]
         self.runs_otherwise = called != sorted(called)
-        _, records = run_parts(
-            self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
-        )
+        try:
+            _, records = run_parts(
+                self.model_parts, modules, inputs, kwargs, rows, mode=self.mode, all_trainable=True
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}{self._mend}") from error
         hint = (
             "split='decoder' needs a forward that skips missing parts (None) and does nothing else, and a "
             "plan in the order in which modules run"

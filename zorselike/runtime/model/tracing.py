@@ -8,6 +8,7 @@ the device's type: `torch.autocast(x.device.type)` refuses "meta".
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 import traceback
@@ -142,6 +143,15 @@ def find_place(error: BaseException) -> str:
     others = (*torch.__path__, *zorselike.__path__, "<")
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def lacks_member(error: BaseException) -> bool:
+    """Whether who raised it asked a list or dictionary of modules for one that it has not."""
+    if isinstance(error, AttributeError):
+        return str(error).startswith(("'ModuleDict' object", "'ModuleList' object"))
+    frames = traceback.extract_tb(error.__traceback__)
+    asked = frames[-1].filename == inspect.getfile(nn.ModuleDict)
+    return asked and isinstance(error, KeyError | IndexError)
 
 
 class Skeleton:
