@@ -17,14 +17,15 @@ from zorselike.runtime.model.partition import partition
 
 pytestmark = pytest.mark.pooled
 
-NAMES = ("table", "decoder.0", "decoder.1", "decoder.2", "head")
+NAMES = ("table", "decoder.layers.0", "decoder.layers.1", "decoder.layers.2", "head")
 
 
-class Stack(nn.ModuleList):
+class Stack(nn.Module):
     """Has a table of positions of its own, registered before its layers and used behind the second."""
 
     def __init__(self) -> None:
-        super().__init__(Layer() for _ in range(3))
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.positions = nn.Parameter(torch.randn(SEQUENCE, DIM))
 
 
@@ -41,9 +42,9 @@ class Skips(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = first = self.table(ids)
         shown, rowed = self.start[0], self.start[1].expand(len(ids), -1)
-        for layer, skip in zip(self.decoder, self.skips, strict=True):
+        for layer, skip in zip(self.decoder.layers, self.skips, strict=True):
             x = layer(x) + skip * first
-            if layer is self.decoder[1]:
+            if layer is self.decoder.layers[1]:
                 x = x + self.decoder.positions * shown
         x = x + rowed[:, None]
         return x @ self.table.weight.T if self.borrows else self.head(x)  # type: ignore[no-any-return]

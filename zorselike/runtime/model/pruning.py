@@ -99,6 +99,7 @@ class _Pruner:
         self._mine = mine
         self._others = others
         self._homes = homes
+        self._parameters = {name for name, home in (homes or {}).items() if home == index}
         self._index = index
         self._used = used
 
@@ -125,7 +126,8 @@ class _Pruner:
             # A loop over a list of modules, or of parameters, goes on over none.
             return type(child)() if type(child) in (nn.ModuleList, nn.ModuleDict, *_OF_PARAMETERS) else None
         has_mine, has_others = (
-            any(name.startswith(f"{fqn}.") for name in names) for names in (self._mine, self._others)
+            any(name.startswith(f"{fqn}.") for name in names)
+            for names in ({*self._mine, *self._parameters}, self._others)
         )
         if has_mine or (has_others and isinstance(child, _CONTAINERS)):
             return self.copy_around(child, fqn)
