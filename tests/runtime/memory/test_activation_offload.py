@@ -110,6 +110,23 @@ def differentiate(
     return x.grad, w.grad
 
 
+def keep_sparse(rank: int, world_size: int) -> bool:
+    offload, _ = make_offload()
+    table = torch.eye(6).to_sparse()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sparse.mm(table, x * w)
+
+    expected = differentiate(function, None)
+    with offload.leaving_out([table]):  # As a buffer of a module is.
+        found = differentiate(function, offload)
+    return all(map(torch.equal, found, expected))
+
+
+def test_sparse_tensors_stay_where_they_are(run_ranks: RunRanks) -> None:
+    assert run_ranks(keep_sparse, 1) == [True]
+
+
 def compare_functions(rank: int, world_size: int) -> list[str]:
     """The functions that a way over the host changes."""
     found = []

@@ -281,5 +281,6 @@ def _unpack(saved: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of a tensor's storage, unique while that is alive; 0 for an empty one."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of a tensor's storage, unique while that is alive; 0 for an empty one, and for a sparse tensor,
+    which has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
