@@ -6,11 +6,12 @@ import logging
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
-from chain import plan_over, trace
+from chain import plan_over, run_chain, trace
 from tiny import DIM, SEQUENCE, VOCABULARY, Decoder, Layer, module_names
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -273,6 +274,30 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model.lock = __import__("threading").Lock()
     with pytest.raises(ConfigError, match=r"a copy of Decoder .* cannot be made \(TypeError"):
         partition(model, PLAN)
+
+
+class Recording:
+    """Of a hook: holds a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.shapes = Lock(), list[tuple[int, ...]]()
+
+    def note(self, module: nn.Module, given: Any, output: Tensor) -> None:
+        with self.lock:
+            self.shapes.append(tuple(output.shape))
+
+
+@pytest.mark.parametrize("split", ["decoder", "export"])
+def test_a_hook_may_hold_what_cannot_be_copied(split: Any) -> None:
+    model, recording = Decoder(2), Recording()
+    model.layers["1"].register_forward_hook(recording.note)
+    parts = partition(model, PLAN, split=split)
+    trace(parts, PLAN, TOKENS)
+    seen = len(recording.shapes)
+    run_chain(parts, TOKENS)
+    # What is exported has no hooks, as is said.
+    assert len(recording.shapes) - seen == (split == "decoder")
+    assert ("hooks that note or print something" in parts[0].skeleton.note) == (split == "export")
 
 
 # -- losses --------------------------------------------------------------------------------

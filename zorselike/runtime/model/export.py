@@ -55,11 +55,14 @@ class Exporter(Skeleton):
         for index, module in enumerate(self.modules):
             module.forward = ExportedForward(module, self, index)  # type: ignore[method-assign]
         because = f" ({why_needed})" if why_needed else ""
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        hooks = "hooks that note or print something run at its capture alone, " if hooked else ""
         self.takes_any_shape = False
         self.note = (
             f"{type(model).__name__} is cut by torch.export{because}: each ministage is one FSDP unit, which "
             "ZeRO 3 gathers and recomputation recomputes as a whole, layers are not compiled, attention gets "
-            "a mask where is_causal would do, and every step must have the first one's shapes and arguments"
+            f"a mask where is_causal would do, {hooks}and every step must have the first one's shapes and "
+            "arguments"
         )
         self._bound: tuple[Signature, KwargSpecs, torch.dtype | None] | None = None
         self._flows: dict[tuple[int, bool | None], Flow] = {}

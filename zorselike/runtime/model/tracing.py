@@ -109,13 +109,31 @@ def fake_copies(
             if id(tensor) not in memo:
                 kept.append(tensor)
                 memo[id(tensor)] = _fake(tensor, param_dtype=param_dtype, all_trainable=all_trainable)
+
+    def make(shared: Mapping[int, Any]) -> list[nn.Module]:
+        own = {**memo, **shared}
+        return [copy.deepcopy(module, own) for module in modules]
+
     try:
-        return [copy.deepcopy(module, memo) for module in modules]
+        try:
+            return make({})
+        except (
+            Exception
+        ):  # A hook may hold what cannot be copied, as an open file: it sees fake tensors then.
+            return make({id(hook): hook for hook in _hooks_of_others(modules)})
     except Exception as error:
         raise ConfigError(
             f"model: a copy of {type(modules[0]).__name__} to find shapes with cannot be made "
             f"({first_line(error)}); let its attributes be copyable by copy.deepcopy"
         ) from error
+
+
+def _hooks_of_others(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Hooks that are methods of no module, whose copy would have to be that of the module's copy."""
+    for owner in chain.from_iterable(module.modules() for module in modules):
+        for hook in (*owner._forward_hooks.values(), *owner._forward_pre_hooks.values()):
+            if not isinstance(getattr(hook, "__self__", hook), nn.Module):
+                yield hook
 
 
 def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
