@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # As a script this knows its own folder only.
 
 from tools.gpu.child import run_job
@@ -68,6 +70,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ministages", type=positive, default=8)
     options = parser.parse_args(arguments)
     is_cpu = options.device == "cpu"
+    if not is_cpu and not torch.cuda.is_available():
+        parser.error("torch finds no GPU here; --device cpu --quick shows that it runs")
     is_tiny = is_cpu and options.quick
     options.only = options.only or [name for name in SECTIONS if not (is_cpu and name == "compile")]
     options.tokens = options.tokens or ([128, 256] if is_tiny else [32_768, 65_536])

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed is not None:
         trial = try_seed(options.seed, budget_s=options.budget)
         print(json.dumps(to_plain(trial), indent=1))
+        write_json(options.json, trial)
         return int(bool(trial.faults))
     begin_s = time.monotonic()
     trials: list[Trial] = []

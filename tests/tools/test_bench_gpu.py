@@ -240,3 +240,12 @@ def test_a_file_of_results_that_cannot_be_written_is_refused_before_all_work(
         with pytest.raises(SystemExit):
             make_parser("").parse_args(["--json", str(wrong)])
         assert why in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        bench_gpu.main([])
+    assert ended.value.code == 2 and "torch finds no GPU here; --device cpu" in capsys.readouterr().err

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import volume
 
+from tools import check_planner
 from tools.bench.desks import list_desk_questions
 from zorselike.cost.layer_times import LayerTimeModel
 from zorselike.cost.profile import Profile
@@ -357,3 +360,9 @@ def test_bounds_order_and_doubles_are_looked_at() -> None:
     assert any("twice" in fault for fault in doubled)
     above = replace(fast, progress=replace(fast.progress, bound_s=1e3))
     assert any("the bound of 1000 s" in fault for fault in find_faults(problem, above))
+
+
+def test_one_question_is_written_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    assert check_planner.main(["--seed", "0", "--budget", "0.1", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["seed"] == 0
