@@ -9,7 +9,13 @@ import pytest
 
 from zorselike.cost.catalogue import find_device
 from zorselike.cost.curves import CurveWarning
-from zorselike.cost.layer_times import REACHED_OF_MEMORY, REACHED_OF_PEAK, REACHED_OF_WHOLE, LayerTimeModel
+from zorselike.cost.layer_times import (
+    REACHED_OF_MEMORY,
+    REACHED_OF_PEAK,
+    REACHED_OF_WHOLE,
+    LayerTimeModel,
+    find_implausible,
+)
 from zorselike.cost.profile import LayerTimes, Profile, Source, UpdateTime
 from zorselike.errors import ProfileError
 from zorselike.plan.workload import LayerKind, Workload
@@ -206,3 +212,19 @@ def test_updates() -> None:
     )
     assert clock.update_s("T5", 100) == 0.0
     assert [line.split(":")[0] for line in clock.assumptions] == ["A100-40", "T5"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "share"),
+    [(1e3, "0.0003 times the peak of the card; are its times in seconds?"), (1, None), (1e-3, "300 times")],
+)
+def test_times_of_another_unit_are_told(factor: float, share: str | None) -> None:
+    """A layer at 30 % of a T4's peak, and its milliseconds as seconds, and the other way."""
+    each_s = 1e11 / (0.3 * find_device("T4").peak_flops["float16"])
+    heavy = replace(WORKLOAD.kinds["layer"], forward_flops_per_row=1e11)
+    workload = replace(WORKLOAD, kinds=WORKLOAD.kinds | {"layer": heavy})
+    times = replace(LAYER, forward_s=tuple(factor * rows * each_s for rows in LAYER.rows))
+    told = find_implausible(Profile(model="llama 7b", layers=(times,)), workload)
+    assert told is None if share is None else share in str(told)
+    small = replace(workload, kinds=workload.kinds | {"layer": WORKLOAD.kinds["embedding"]})
+    assert find_implausible(Profile(model="llama 7b", layers=(times,)), small) is None

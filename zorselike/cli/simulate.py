@@ -192,8 +192,11 @@ def _load_inputs(command: Simulate, plan: Plan) -> SimulationInputs:
 
 def _list_notes(command: Simulate, plan: Plan, inputs: SimulationInputs) -> list[str]:
     from zorselike.cli.assumed_profile import NOT_MEASURED
+    from zorselike.cost.layer_times import find_implausible
 
     notes = [NOT_MEASURED] if command.profile is None else []
+    implausible = find_implausible(inputs.profile, inputs.workload)
+    notes += [] if implausible is None else [implausible]
     if plan.cluster_fingerprint not in (None, inputs.cluster.fingerprint):
         notes.append(
             f"The plan was made for another cluster: {plan.cluster_fingerprint}, while {command.cluster} is "

@@ -6,7 +6,7 @@ import math
 from functools import cache
 from typing import Literal, NamedTuple
 
-from zorselike.cost.catalogue import DeviceSpec, find_device
+from zorselike.cost.catalogue import CATALOGUE, DeviceSpec, find_device
 from zorselike.cost.curves import Curve, fit_curve
 from zorselike.cost.parameter_bytes import FP32_BYTES, ParameterBytes
 from zorselike.cost.profile import LayerTimes, Profile
@@ -17,6 +17,10 @@ from zorselike.text.wording import count
 
 REACHED_OF_PEAK = 0.45
 """What layers reach of the catalogue's peak FLOP/s where nothing was measured on a device."""
+
+_IMPOSSIBLE, _IDLE, _LONG_S = 20.0, 1e-3, 5.0
+"""Shares of the catalogue's peak that no layer reaches, with TF32 in place of fp32 too, and that every layer
+does which takes so many seconds: a small one may wait for its kernels' launches most of the time."""
 
 REACHED_OF_WHOLE = 0.95
 """Of a layer's speed on one device what its parts reach, for each doubling of the tensor-parallel degree,
@@ -294,6 +298,24 @@ class LayerTimeModel:
 
     def _assume(self, line: str) -> None:
         self._assumptions[line] = None
+
+
+def find_implausible(profile: Profile, workload: Workload) -> str | None:
+    """What no card can have measured, such as milliseconds that are written as seconds; None if there is
+    nothing. Cards that the catalogue does not know, and CPUs, are believed."""
+    for times in profile.layers:
+        kind, spec = workload.kinds.get(times.kind), CATALOGUE.get(times.device)
+        peak = None if spec is None else spec.peak_flops.get(times.dtype)
+        rows, seconds = times.rows[-1], times.forward_s[-1]
+        if kind is None or not peak or not seconds:
+            continue
+        share = kind.forward_flops_per_row * rows / times.tensor_parallel / seconds / peak
+        if share > _IMPOSSIBLE or (0 < share < _IDLE and seconds > _LONG_S):
+            return (
+                f"IMPLAUSIBLE: by the profile {name_times(times)} computes {count(rows, 'row')} forward in "
+                f"{seconds:.3g} s, {share:.3g} times the peak of the card; are its times in seconds?"
+            )
+    return None
 
 
 def name_times(times: LayerTimes) -> str:

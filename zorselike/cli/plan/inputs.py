@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from zorselike.cli.assumed_profile import NOT_MEASURED, assume_profile
+from zorselike.cost.layer_times import find_implausible
 from zorselike.cost.profile import Profile
 from zorselike.errors import ConfigError, ProfileError
 from zorselike.plan.cluster.cluster import Cluster
@@ -36,7 +37,7 @@ class Inputs(NamedTuple):
     profile: Profile
     workload: Workload
     notes: tuple[str, ...]
-    """Notes for the reader on what was not measured."""
+    """Notes for the reader on what was not measured, or not well."""
 
 
 def check_files(name: str, command: Files) -> None:
@@ -103,4 +104,5 @@ def load_inputs(name: str, command: Files, cluster: Cluster, devices: set[str]) 
             f"leave them out (--quota {' '.join(f'{device}=0' for device in lacking)}), or plan without a "
             "profile"
         )
-    return Inputs(cluster, profile, workload, ())
+    implausible = find_implausible(profile, workload)
+    return Inputs(cluster, profile, workload, () if implausible is None else (implausible,))
