@@ -306,31 +306,45 @@ def test_where_nothing_fits_all_ranks_say_so(first: tuple[str, Path], tmp_path: 
     assert "fit" in said and not (kept / "plan.toml").exists()
 
 
-def test_devices_that_a_plan_leaves_out_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process of three is left out: the run is that of the other two alone."""
-    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
-    said = fine(run(tmp_path, nodes=("c", "a", "b")))
+THREE = ("c", "a", "b")
+
+
+@pytest.fixture(scope="module")
+def left_out(quick: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a run says whose plan leaves out the first of three processes, and the folder where it ran."""
+    folder = tmp_path_factory.mktemp("left_out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
+        return fine(run(folder, nodes=THREE)), folder
+
+
+def test_devices_that_a_plan_leaves_out_wait(left_out: tuple[str, Path], tmp_path: Path) -> None:
+    """The run is that of the other two alone."""
+    said, folder = left_out
     assert "faster without CPU 0 of node c" in said and "ranks 0, 1" in said
     assert said.count("finished after 2 of 2 steps") == 1
-    again = fine(run(tmp_path, nodes=("c", "a", "b")))
+    copy_of(folder, tmp_path)
+    again = fine(run(tmp_path, nodes=THREE))
     assert "made by an earlier run" in again and hash_of(again) == hash_of(said)
     alone = fine(run(tmp_path, "--hetero.plan", str(tmp_path / "auto-plan" / "plan.toml")))
     assert "earlier" not in alone and hash_of(alone) == hash_of(said)
 
 
 def test_devices_that_a_plan_leaves_out_end_in_silence_where_a_process_keeps_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left_out: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under srun: torch printed a stack, since the store went while they still asked it."""
+    (copy_of(left_out[1], tmp_path) / "plan.toml").unlink()
     monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0, last=1))
-    ends = run(tmp_path, nodes=("a", "b", "c"))
+    ends = run(tmp_path, nodes=THREE)
     assert [end.code for end in ends] == [0] * 3, ends[0].stderr
+    assert "faster without" in ends[0].stdout
     assert not ends[1].stderr and not ends[2].stderr
 
 
 @pytest.mark.parametrize(("how", "why"), [("killed", "first; look at"), ("raises", "by ValueError: x")])
 def test_devices_that_a_plan_leaves_out_end_with_the_others(
-    how: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, why: str, left_out: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By themselves: not every launcher ends them."""
     open_data = trainer.open_data
@@ -342,15 +356,15 @@ def test_devices_that_a_plan_leaves_out_end_with_the_others(
             os.kill(os.getpid(), signal.SIGKILL)
         return open_data(config, model, module, world, **more)
 
-    monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=1))
+    copy_of(left_out[1], tmp_path)
     monkeypatch.setattr(trainer, "open_data", fail)
-    waited = run(tmp_path, nodes=("c", "a", "b"))[0]
+    waited = run(tmp_path, nodes=THREE)[0]
     assert waited.code == 2
     assert f"train have ended before the run was over, process 2 {why}" in waited.stderr
 
 
 def test_devices_that_a_plan_leaves_out_say_so_where_the_keeper_of_the_store_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_data = trainer.open_data
 
@@ -359,6 +373,7 @@ def test_devices_that_a_plan_leaves_out_say_so_where_the_keeper_of_the_store_is_
             os.kill(os.getpid(), signal.SIGKILL)
         return open_data(config, model, module, world, **more)
 
+    (copy_of(first[1], tmp_path) / "plan.toml").unlink()
     monkeypatch.setattr(auto_plan, "make_problem", partial(make_problem_of, first=0, last=1))
     monkeypatch.setattr(trainer, "open_data", die)
     waited = run(tmp_path)[1]

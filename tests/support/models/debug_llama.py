@@ -23,6 +23,7 @@ def warm_up() -> None:
     """What every rank would import or make by itself, once for all of them."""
     import torch.utils.tensorboard  # noqa: F401
 
+    import zorselike.elastic.meeting.environment  # noqa: F401  Of who ends with an error.
     from zorselike.train import trainer  # noqa: F401
 
     parse_command_line(["--config", str(RECIPES / "debug_cpu.toml")])
