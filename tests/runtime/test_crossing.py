@@ -18,6 +18,8 @@ from zorselike.runtime.model.boundaries import trace_boundaries
 from zorselike.runtime.model.partition import Split, partition
 from zorselike.runtime.model.signature import Signature
 
+pytestmark = pytest.mark.pooled
+
 NAMES = module_names(2)
 GROUPS = (Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 3))), Group((1,), (Microbatch(1, 0, 3),)))
 PLAN = Plan(3, GROUPS, (Ministage(0, tuple(NAMES[:2])), Ministage(1, tuple(NAMES[2:]))))

@@ -22,6 +22,8 @@ from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 from zorselike.runtime.alarm.failure import State, find_mismatch
 from zorselike.runtime.loss import check_additive, token_cross_entropy
 
+pytestmark = pytest.mark.pooled
+
 Make = Callable[[], nn.Module]
 
 
@@ -236,12 +238,13 @@ def _note_dtype(seen: list[torch.dtype], original: Any, *args: Any, **kwargs: An
 
 def look_at_reductions(rank: int, world_size: int) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 renamed it
-        original = getattr(torch.distributed, name, None)
-        if original is not None:
-            setattr(torch.distributed, name, partial(_note_dtype, seen, original))
-    with HeteroPipeline(on_meta(lambda: Decoder(2).bfloat16()), one_group(tuple(NAMES))) as pipe:
-        pipe.step_global(*batch(0))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # torch 2.13 renamed it
+            original = getattr(torch.distributed, name, None)
+            if original is not None:
+                patch.setattr(torch.distributed, name, partial(_note_dtype, seen, original))
+        with HeteroPipeline(on_meta(lambda: Decoder(2).bfloat16()), one_group(tuple(NAMES))) as pipe:
+            pipe.step_global(*batch(0))
     return seen
 
 

@@ -21,6 +21,8 @@ from zorselike.checkpoint.layout import step_folder
 from zorselike.errors import CheckpointError
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
 
+pytestmark = pytest.mark.pooled
+
 NAMES = module_names(1)
 ALONE = Case(Plan(2, (Group((0,), (Microbatch(0, 0, 2),)),), (Ministage(0, tuple(NAMES)),)), 1)
 PAIR = Case(

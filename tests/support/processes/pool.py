@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +68,19 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **options: Any
     ) -> list[Any]:
-        """As `run_ranks`, which does it where it is given options, or more ranks than are here. After a
-        failure the ranks are others."""
-        if options or world_size > self._size:
-            return ranks.run_ranks(fn, world_size, *args, timeout=timeout, **options)
-        self.start()
+        """As `run_ranks`, which does it where it is given options, more ranks than are here, or what cannot
+        be sent to them. After a failure the ranks are others."""
         with tempfile.TemporaryDirectory(prefix="ranks") as name:
             folder = Path(name)
+            job = _pack(_Job(fn, world_size, args, folder))
+            if options or world_size > self._size or job is None:
+                return ranks.run_ranks(fn, world_size, *args, timeout=timeout, **options)
+            self.start()
             used = self._ranks[:world_size]
             children = [Child(number, rank.pid, folder) for number, rank in enumerate(used)]
             try:
                 for rank in used:
-                    rank.jobs.send(_Job(fn, world_size, args, folder))
+                    rank.jobs.send_bytes(job)
                 values = ranks.await_values(children, time.monotonic() + timeout, timeout)
                 for rank in used:  # None leaves before all are done.
                     rank.jobs.send(None)
@@ -102,6 +105,14 @@ class Pool:
             with contextlib.suppress(ChildProcessError):  # It had ended, and that was seen.
                 os.waitpid(rank.pid, 0)
         self._ranks.clear()
+
+
+def _pack(job: _Job) -> bytes | None:
+    """None where it has something of its own process, such as a `lambda`."""
+    try:
+        return bytes(ForkingPickler.dumps(job))
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return None
 
 
 def _live(rank: int, jobs: Connection) -> None:

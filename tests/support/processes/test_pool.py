@@ -50,6 +50,11 @@ def test_more_ranks_than_there_are(pool: Pool) -> None:
     assert [found for _, found, _ in pool.run(meet, 4, 0)] == [6] * 4
 
 
+def test_what_cannot_be_sent_is_inherited(pool: Pool) -> None:
+    (first, *_), *_ = pool.run(meet, 1, 0)
+    assert first not in pool.run(lambda rank, _: os.getpid(), 2)
+
+
 def test_they_are_the_same_and_their_groups_others(pool: Pool) -> None:
     (first, three, _), *_ = pool.run(meet, 3, 10)
     (again, two, after), *_ = pool.run(meet, 2, 20)
