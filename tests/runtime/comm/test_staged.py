@@ -26,7 +26,7 @@ from zorselike.runtime.assembly import Assembly
 from zorselike.runtime.comm import transport
 from zorselike.runtime.comm.device_thread import DeviceThread
 from zorselike.runtime.comm.ranks import Groups, Ranks
-from zorselike.runtime.comm.transport import Transport, _StagedChannel
+from zorselike.runtime.comm.transport import Transport, _Channel, _StagedChannel
 from zorselike.runtime.memory.streams import Event, Stream, Streams
 from zorselike.runtime.model.signature import Signature
 from zorselike.schedule.actions import Action, Kind
@@ -78,6 +78,29 @@ def until(condition: Callable[[], bool]) -> None:
     """Waits for another thread."""
     while not condition():
         time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float32])
+def test_integers_that_nccl_does_not_know_go_over_it_as_bytes(dtype: torch.dtype) -> None:
+    given = torch.arange(6).view(2, 3).to(dtype)
+    sent: list[torch.Tensor] = []
+    work = mock.Mock()
+
+    def send(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+        sent.append(tensor)
+        return work
+
+    def receive(buffer: torch.Tensor, *_: Any, **__: Any) -> Any:
+        buffer.copy_(sent.pop())
+        return work
+
+    channel = _Channel(1, mock.Mock(), torch.device("cuda", 0))
+    with mock.patch.object(dist, "isend", send), mock.patch.object(dist, "irecv", receive):
+        channel.send(given)
+        assert sent[0].dtype is (torch.float32 if dtype is torch.float32 else torch.uint8)
+        buffer = torch.empty((2, 3), dtype=dtype)
+        channel._post(buffer)
+    assert torch.equal(buffer.long(), given.long())
 
 
 def transfer(rank: int, world_size: int) -> None:

@@ -79,6 +79,9 @@ class _Sent:
     """Whether only a thread and host memory are busy with it, so that the next step may begin."""
 
 
+_NOT_OF_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
 class _Channel:
     """One edge as its sender or its receiver sees it, from memory of one device to memory of its kind: over
     Gloo, whose sends buffer, or over NCCL, matched by order alone, which the checker has proven."""
@@ -90,7 +93,7 @@ class _Channel:
     def send(self, tensor: Tensor) -> _Sent:
         """Starts sending."""
         whole = tensor.contiguous()
-        work = dist.isend(whole, self._process, group=self._group, tag=self._tag)
+        work = dist.isend(self._carried(whole), self._process, group=self._group, tag=self._tag)
         assert work is not None, _NO_MEMBER
         return _Sent(whole, work.wait) if self.kind == "Gloo" else _Sent(whole, work.wait, work.is_completed)
 
@@ -106,9 +109,13 @@ class _Channel:
         return arrive
 
     def _post(self, buffer: Tensor) -> Callable[[], object]:
-        work = dist.irecv(buffer, self._process, group=self._group, tag=self._tag)
+        work = dist.irecv(self._carried(buffer), self._process, group=self._group, tag=self._tag)
         assert work is not None, _NO_MEMBER
         return work.wait
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as what carries it knows it."""
+        return tensor.view(torch.uint8) if self.kind == "NCCL" and tensor.dtype in _NOT_OF_NCCL else tensor
 
     def close(self) -> None:
         """Gives back what it holds."""
