@@ -189,6 +189,17 @@ def test_nodes_that_cannot_work_together_are_not_measured_together(
     assert exits[0].last_line.startswith("error: torch must be the same everywhere: 2.11.0 on node a")
 
 
+def test_a_card_that_computes_bfloat16_slowly_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(device: torch.device, *, rank: int) -> ProcessInfo:
+        info = describe_process(device, rank=rank)
+        return replace(info, device_name="NVIDIA GeForce RTX 2080 Ti", architecture="sm_75")
+
+    monkeypatch.setattr(processes, "describe_process", describe)
+    said = fine(run("profile", *SMALL, "--most-rows", "2", "--only", "update"))
+    assert "RTX 2080 Ti computes bfloat16 slowly: give --dtype float16" in said
+    assert "slowly" not in fine(run("profile", *QUICK, "--only", "update", "-o", "other.json"))
+
+
 def test_without_links_of_its_devices_no_cluster_is_written(run: Any, tmp_path: Path) -> None:
     nodes = ("a", "a", "b")
     said = fine(run("profile", *QUICK, "--only", "update", nodes=nodes))

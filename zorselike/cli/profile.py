@@ -12,6 +12,7 @@ from zorselike.cli.folder_choice import FolderChoice, FolderOptions
 from zorselike.cli.model_choice import OVERRIDES, ModelChoice, choose_model
 from zorselike.cli.options import check_at_least, check_outputs, read_size
 from zorselike.errors import ConfigError
+from zorselike.text.wording import list_few
 
 if TYPE_CHECKING:
     from zorselike.plan.plan import Recompute
@@ -105,7 +106,7 @@ class ProfileCommand(FolderOptions):
 
         from zorselike.profiler.processes import read_timeout
         from zorselike.profiler.session import measure
-        from zorselike.runtime.processes.device import find_device
+        from zorselike.runtime.processes.device import find_device, lacks_bf16
         from zorselike.runtime.processes.processes import join_processes
         from zorselike.runtime.processes.world import check_world
 
@@ -115,6 +116,13 @@ class ProfileCommand(FolderOptions):
         )
         with join_processes(device, timeout=read_timeout(self.timeout)) as processes:
             processes.gather_or_raise(lambda: check_world(processes.infos))
+            slow = sorted({info.device_name for info in processes.infos if lacks_bf16(info)})
+            if slow and self.dtype == "bfloat16" and processes.rank == 0:
+                print(
+                    f"{list_few(slow)} {'compute' if len(slow) > 1 else 'computes'} bfloat16 slowly: give "
+                    '--dtype float16, which a recipe\'s mixed_precision_param = "auto" is there, too',
+                    flush=True,
+                )
             profile = measure(
                 job,
                 processes,
