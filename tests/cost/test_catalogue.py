@@ -84,6 +84,7 @@ def test_an_unknown_type_is_told_the_nearest(wrong: str, hint: str) -> None:
         ("Tesla V100-SXM2-16GB", 15.77, "V100-16"),
         ("Tesla V100-SXM2-32GB", 31.74, "V100-32"),
         ("Tesla V100-PCIE-32GB", 31.74, "V100-PCIe-32"),
+        ("Tesla V100-FHHL-16GB", 15.77, None),
         ("Tesla P100-PCIE-12GB", 11.9, None),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100-SXM"),
         ("NVIDIA H100 NVL", 93.1, "H100-NVL"),

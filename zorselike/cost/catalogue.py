@@ -30,7 +30,7 @@ NVLINK_C2C = 450.0
 _MEMORY_TOLERANCE = 0.1
 """How far a device's memory may be from its type's; drivers and vGPU profiles differ."""
 
-_OTHER_DEVICE = frozenset({"TI", "SUPER", "LAPTOP", "MAX", "D", "SFF", "EMBEDDED"})
+_OTHER_DEVICE = frozenset({"TI", "SUPER", "LAPTOP", "MAX", "D", "SFF", "FHHL", "EMBEDDED"})
 """Words that make another device of the one whose name goes without."""
 _SLICE = re.compile(r"\bMIG [1-6]g\.")
 """Of 7 parts of a device, each with its own share of multiprocessors and memory."""

@@ -125,6 +125,8 @@ def test_cards_of_two_makers_are_no_job() -> None:
         nccl="2.26.6",
     )
     check_world(_cluster(amd, replace(amd, node="c")))
+    with pytest.raises(ClusterError, match=r"only for gfx90a.* install a build .* that has gfx1010 there$"):
+        check_world(_cluster(amd, replace(amd, node="c", architecture="gfx1010")))
     with pytest.raises(ClusterError) as refused:
         check_world(_cluster(A100, amd))
     assert str(refused.value) == (

@@ -362,7 +362,11 @@ def _find_not_compiled(processes: Sequence[ProcessInfo]) -> ValueError | None:
         there = [other.rank for other in processes if other.node == process.node]
         version = base_version(process.torch)
         capability = _parse_architecture(process.architecture)
-        if capability is not None and capability < _OLDEST_IN_NEW_WHEELS:
+        if capability is None:
+            mend = (
+                f"install a build of the same torch version ({version}) that has {process.architecture} there"
+            )
+        elif capability < _OLDEST_IN_NEW_WHEELS:
             mend = (
                 "CUDA wheels from 12.8 on have no V100 (sm_70) and no P100 (sm_60): install the cu126 "
                 f"build of the same torch version ({version}) there"
