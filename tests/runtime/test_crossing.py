@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -129,6 +130,28 @@ def test_values_that_say_which_layers_are_called_are_refused(run_ranks: RunRanks
         assert (
             "calls embed, layers.0, layers.1, head or embed, layers.0, head, as the values" in end.last_line
         )
+
+
+class Checked(nn.Linear):
+    def __init__(self, is_wrong: Callable[[Tensor], bool]) -> None:
+        super().__init__(5, 5)
+        self.is_wrong = is_wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_wrong(x):
+            raise ValueError("not finite")
+        return super().forward(x)
+
+
+def test_a_check_of_values_that_raises_is_no_way_to_go() -> None:
+    plan = Plan(3, GROUPS[:1], (Ministage(0, ("0", "1")),))
+    for is_wrong in (lambda x: bool(x.isnan().any()), lambda x: not x.isfinite().all()):
+        parts = partition(nn.Sequential(nn.Linear(5, 5), Checked(is_wrong)), plan)
+        trace_boundaries(parts, plan, Signature.of(torch.zeros(3, 5)), {}, trainable=(True,))
+    both = [lambda x: bool(x.isnan().any()), lambda x: not x.isfinite().all()]
+    parts = partition(nn.Sequential(*map(Checked, both)), plan)
+    with pytest.raises(ConfigError, match="ValueError: not finite"):
+        trace_boundaries(parts, plan, Signature.of(torch.zeros(3, 5)), {}, trainable=(True,))
 
 
 def test_what_export_cannot_know_is_named_with_its_place() -> None:

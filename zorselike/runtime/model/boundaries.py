@@ -175,12 +175,17 @@ def trace_step(
             if not isinstance(error.__cause__, ASKS_FOR_VALUES):
                 raise
             both = None
-        if both is None:  # It branches on values: once it goes either way.
-            with Guesses(False):
-                _, otherwise = run(few)
-            with Guesses(True):
-                both = run(few), run(more)
-            _unite_calls(parts, both[0][1], otherwise)
+        if both is None:  # It branches on values: each way is gone once, but for one that only raises.
+            ways = []
+            for guess in (False, True):
+                with Guesses(guess):
+                    try:
+                        ways.append((run(few), run(more)))
+                    except ConfigError as error:
+                        if (guess and not ways) or not _is_models_own(error.__cause__):
+                            raise
+            both = ways[-1]
+            _unite_calls(parts, both[0][1], ways[0][0][1])
     (outputs, calls), (others, larger_calls) = both
     boundaries = [inputs]
     for index, (output, other) in enumerate(zip(outputs, others, strict=True)):
@@ -205,6 +210,11 @@ def trace_step(
             _measure_layer_inputs(*both, rows) for both in zip(calls, larger_calls, strict=True)
         ),
     )
+
+
+def _is_models_own(cause: BaseException | None) -> bool:
+    """Whether a model raised it of its own will, as where it finds values that are not finite."""
+    return cause is not None and not isinstance(cause, (ConfigError, *ASKS_FOR_VALUES))
 
 
 def _unite_calls(

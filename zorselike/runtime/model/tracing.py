@@ -117,9 +117,8 @@ def fake_copies(
     try:
         try:
             return make({})
-        except (
-            Exception
-        ):  # A hook may hold what cannot be copied, as an open file: it sees fake tensors then.
+        except Exception:
+            # A hook may hold what cannot be copied, as an open file: it sees fake tensors then.
             return make({id(hook): hook for hook in _hooks_of_others(modules)})
     except Exception as error:
         raise ConfigError(
