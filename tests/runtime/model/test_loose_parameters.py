@@ -97,6 +97,55 @@ def test_they_outlive_the_gather_of_their_ministage(run_ranks: RunRanks) -> None
     assert_same(run_ranks(planned, 1, ONE_RANK)[0], run_ranks(single, 1)[0], SkipsCase(ONE_RANK, 3))
 
 
+# -- on the meta device ------------------------------------------------------------------------
+
+
+class OwnStack(Stack):
+    """Initialises what it has itself, and asks its layers for theirs."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.positions)
+        for layer in self.layers:
+            layer.up.reset_parameters()  # type: ignore[union-attr, operator]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.decoder = nn.Embedding(VOCABULARY, DIM), OwnStack()
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.decoder.positions
+        for layer in self.decoder.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class MetaCase(Case):
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return Plain().double()
+
+
+ALONE = Plan(5, (Group((0, 1), UNEVEN, zero=3),), (Ministage(0, NAMES),))
+
+
+def single_from_meta(rank: int, world_size: int) -> Outcome:
+    return train_single(MetaCase(ALONE, 3))
+
+
+def planned_from_meta(rank: int, world_size: int, plan: Plan) -> Outcome:
+    return train_planned(MetaCase(plan, 3))
+
+
+@pytest.mark.parametrize("plan", [ALONE, plan_of(1, 3), plan_of(2)], ids=["alone", "apart", "two"])
+def test_what_is_around_layers_initialises_itself(plan: Plan, run_ranks: RunRanks) -> None:
+    (expected,) = run_ranks(single_from_meta, 1)
+    found = run_ranks(planned_from_meta, plan.num_ranks, plan)[0]
+    assert_same(found, expected, MetaCase(plan, 3))
+
+
 def test_a_modules_own_is_refused_with_the_mend() -> None:
     plan = plan_over(NAMES[:2], NAMES[2:])
     model = Skips(borrows=True)

@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from zorselike.errors import ConfigError
-from zorselike.runtime.model.pruning import join
+from zorselike.runtime.model.pruning import copy_tree, join
 
 M = TypeVar("M", bound=nn.Module)
 Callback = Callable[[nn.Module], object]
@@ -86,9 +87,8 @@ def initialize_unit(
             if root is None or owner is None:
                 unit.initialise(module, fqn, callback)
             else:
-                whole = copy.deepcopy(root.get_submodule(owner))
-                initialize_unit(whole, owner, seed=seed, device="cpu", dtype=dtype, skips=skips)
-                unit.take_values(whole.get_submodule(fqn.removeprefix(f"{owner}.")))
+                whole = unit.initialise_copy(root.get_submodule(owner), owner)
+                unit.take_values(module, whole.get_submodule(fqn.removeprefix(f"{owner}.")))
     unit.move_rest()
 
 
@@ -129,6 +129,9 @@ class _Unit:
         if callback is not None:
             callback = _own_callback(module) or callback
         is_root = not fqn and any(True for _ in module.children())
+        whole = self._whole_of(module, fqn) if callback is None else None
+        if whole is not None and any(_plain_method(whole, name) for name in _INITIALISERS):
+            return self.take_values(module, self.initialise_copy(whole, fqn))
         if hasattr(module, "reset_lora_parameters"):
             adapters = nn.ModuleList(c for name, c in module.named_children() if name.startswith("lora_"))
             if self.has_pending(adapters):
@@ -149,10 +152,26 @@ class _Unit:
                 _mark_blank(blank)
                 self._finish(tensor, blank)
 
-    def take_values(self, other: nn.Module) -> None:
-        """Takes the values of what is pending from an initialised copy of the module."""
+    def _whole_of(self, module: nn.Module, fqn: str) -> nn.Module | None:
+        """The model's own module where `module` is a copy that lacks what other ministages have of it."""
+        if not fqn or len(self._scope) == 1:
+            return None
+        try:
+            own = self._scope[-1].get_submodule(fqn)
+        except AttributeError:  # A name of the caller's own making.
+            return None
+        return None if own is module or dict(own.named_children()) == dict(module.named_children()) else own
+
+    def initialise_copy(self, module: nn.Module, fqn: str) -> nn.Module:
+        """A copy of a module of the model, on the CPU and with values, whatever of it is sharded already."""
+        whole = _copy_unsharded(module)
+        initialize_unit(whole, fqn, seed=self._seed, device="cpu", dtype=self._dtype, skips=self._skips)
+        return whole
+
+    def take_values(self, module: nn.Module, other: nn.Module) -> None:
+        """Takes the values of what is pending in a module from an initialised copy of it."""
         values = dict(_named_tensors(other))
-        for name, tensor in list(_named_tensors(self._module)):
+        for name, tensor in list(_named_tensors(module)):
             if id(tensor) in self._pending:
                 self._finish(tensor, values[name].detach())
 
@@ -297,6 +316,24 @@ def _owner_above(root: nn.Module, fqn: str) -> str | None:
         if any(_plain_method(module, method) for method in _INITIALISERS):
             return ".".join(path[:depth])
     return None
+
+
+def _copy_unsharded(module: nn.Module) -> nn.Module:
+    """A copy, on the meta device where parameters are sharded: FSDP2's modules refuse `copy.deepcopy`."""
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return copy.deepcopy(module)
+    whole = copy_tree(module)
+    made: dict[int, Tensor | None] = {id(None): None}
+    for owner in whole.modules():
+        for store in (owner._parameters, owner._buffers):
+            for name, tensor in store.items():
+                if id(tensor) not in made and tensor is not None:
+                    is_sharded = isinstance(tensor, DTensor)
+                    place = "meta" if is_sharded or tensor.is_meta else "cpu"
+                    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+                    made[id(tensor)] = nn.Parameter(blank) if is_sharded else _like(tensor, blank)
+                store[name] = made[id(tensor)]  # type: ignore[assignment]
+    return whole
 
 
 def _plain_method(module: nn.Module, name: str) -> Callable[[], Any] | None:

@@ -144,7 +144,7 @@ class _Pruner:
 
 def copy_shallow(module: nn.Module) -> nn.Module:
     """Another module with the same parameters, buffers and submodules, and its own lists of them."""
-    copy = type(module).__new__(type(module))
+    copy = nn.Module.__new__(type(module))  # That of an FSDP2 module would call `__init__`.
     own = vars(nn.Module()).keys()  # what every module has: its parameters, buffers, hooks, ...
     for key, value in vars(module).items():
         if key in own and isinstance(value, dict | set):
