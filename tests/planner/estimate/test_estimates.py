@@ -169,6 +169,11 @@ def test_rounds_cut_rows_into_different_sizes():
         assert list(counts) == sorted(counts)
 
 
+def test_a_batch_of_thousands_may_go_row_by_row():
+    """Of more than a hundred microbatches none was tried, so that 2,048 rows fitted nowhere."""
+    assert all(list_microbatch_counts(most)[-1] == most for most in (97, 2048, 6144))
+
+
 def test_modes_keep_what_is_fixed():
     fixed = Fixed(zero=2, recompute="layer", offload=("params",), grad_reduce="once")
     assert list_families(fixed) == ((Mode(2, "once", "layer", ("params",)),),)

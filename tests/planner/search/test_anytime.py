@@ -120,12 +120,12 @@ def test_devices_that_are_left_out_are_told_of():
     (told,) = describe_unused(problem, chosen, [fast, chosen])
     assert told.startswith("2 T4 of b left out: ") and "0.50% faster" in told and "--all-devices" in told
     (told,) = describe_unused(problem, chosen, [chosen])
-    assert "no plan with more of them" in told
+    assert "no plan found with more of them" in told
     assert describe_unused(problem, fast, [fast, chosen]) == []
     # What has none of those that are used says nothing of what the others would add.
     others = make_simulated("23", 10.5, 1.0)
     (told,) = describe_unused(problem, chosen, [chosen, others])
-    assert "no plan with more of them" in told
+    assert "no plan found with more of them" in told
     (told,) = describe_unused(replace(problem, max_devices=2), chosen, [chosen, others])
     assert told == "2 T4 of b left out: no more than 2 devices may be used"
     (told,) = describe_unused(replace(problem, fixed=Fixed(groups=((0,), (1,)))), chosen, [chosen])

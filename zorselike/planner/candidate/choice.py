@@ -97,10 +97,14 @@ class Choice:
         return replace(self, groups=tuple(groups))
 
 
+_WANTED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 192, 384, 768, 1536, 3072, 6144)
+"""Numbers of microbatches; few rows at once may be all that fits of a batch of thousands."""
+
+
 def list_microbatch_counts(most_rows: int) -> tuple[int, ...]:
     """Numbers of microbatches worth trying for devices with at most so many rows: rising, those that cut the
     rows into microbatches of other sizes, ever wider apart."""
-    sizes = {-(-most_rows // wanted) for wanted in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)}
+    sizes = {-(-most_rows // wanted) for wanted in _WANTED}
     return tuple(sorted({-(-most_rows // size) for size in sizes}))
 
 
