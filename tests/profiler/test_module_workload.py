@@ -77,6 +77,27 @@ def test_layers_are_in_the_order_in_which_they_run() -> None:
     assert measure_workload(model, tokens(2), dtype="float32", name="x", loss_fn=cross_entropy) == expected
 
 
+class Borrowing(nn.Linear):
+    """Calls another layer, which is not registered in it."""
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = Borrowing(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x, self.inner)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_another_alone_calls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not call inner; leave it out"):
+        measure_workload(Nested(), torch.zeros(2, 4), dtype="float32", modules=["outer", "inner"])
+
+
 def flops_of(workload: Workload, kind: str) -> float:
     return workload.kinds[kind].forward_flops_per_row
 

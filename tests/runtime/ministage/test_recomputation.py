@@ -25,21 +25,22 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
 
-    def forward(self, *, hidden: Tensor) -> Tensor:
+    def forward(self, *sizes: Tensor, hidden: Tensor) -> Tensor:
         return nn.functional.dropout(self.linear(hidden), 0.5, self.training)
 
 
 class Model(nn.Module):
-    """Calls its layers by keyword alone."""
+    """Gives its layers what they compute on by keyword: the first nothing else, the second also a number, as
+    of sequences, that lives on the CPU whatever the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden=hidden)
-        return hidden
+        first, second = self.layers
+        hidden = first(hidden=hidden)
+        return second(torch.tensor(DIM), hidden=hidden)  # type: ignore[no-any-return]
 
 
 def train(recompute: Recompute, device: torch.device) -> list[float]:
@@ -76,7 +77,7 @@ def told(rank: int, world_size: int) -> list[list[Tensor]]:
 
 def test_recomputation_is_told_of_tensors_that_layers_are_given_by_keyword(run_ranks: RunRanks) -> None:
     (found,) = run_ranks(told, 1)
-    assert found and all(tensors for tensors in found)
+    assert found and all(any(len(tensor.shape) == 2 for tensor in tensors) for tensors in found)
 
 
 def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list[float]]:

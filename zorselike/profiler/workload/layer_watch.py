@@ -63,7 +63,7 @@ class LayerWatch(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, LayerRecord] = {}
         self.order: dict[str, None] = {}
-        """Layers as they were called first."""
+        """Layers as they were called first, by others than layers."""
         self.counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
         self._holder = first
         """The layer that what happens counts to: the last that was entered."""
@@ -85,10 +85,10 @@ class LayerWatch(TorchFunctionMode):
 
     def make_enter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self.order.setdefault(name)
             self._depth += 1
             if self._depth > 1:
                 return
+            self.order.setdefault(name)
             self.settle()
             self._holder = name
             self._inputs = {

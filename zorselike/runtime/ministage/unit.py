@@ -182,9 +182,8 @@ class Unit:
         if activations is None or not activations.is_keeping:
             if self.recomputes:
                 # The random numbers that it restores are those of devices of positional arguments alone.
-                beside = [] if tensors_in(args) else tensors_in(kwargs)
                 run = partial(_run_beside, self._run)
-                return checkpoint(run, beside, *args, use_reentrant=False, **kwargs)
+                return checkpoint(run, tensors_in(kwargs), *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
         parameters = [p for unit in (self, *self._enclosing) for p in unit.parameters()]
         with activations.leaving_out([*parameters, *self._buffers()]):
