@@ -42,7 +42,7 @@ class LayerTable:
         self.seconds = cache(self._seconds)
         self.model_s = cache(self._model_s)
         """Seconds of `_model_s`, the same tuple for the same question."""
-        self._whole: dict[tuple[Computer, Recompute], list[float]] = {}
+        self._whole: dict[tuple[Computer, Recompute, int], list[float]] = {}
         self._kind_of_key: dict[str, LayerKind] = {}
         self._parts: dict[str, Part] = {}
         self.workload = workload
@@ -105,18 +105,20 @@ class LayerTable:
             )
         )
 
-    def _model_s(self, device: Computer, recompute: Recompute, max_rows: int) -> tuple[float, ...]:
-        """Forward and backward of microbatches of 1 to `max_rows` rows through the whole model. Curves do
-        not fall, so neither does their sum but for rounding."""
-        found = self._whole.setdefault((device, recompute), [])
-        while len(found) < max_rows:
-            rows = len(found) + 1
+    def _model_s(
+        self, device: Computer, recompute: Recompute, max_rows: int, unit: int = 1
+    ) -> tuple[float, ...]:
+        """Forward and backward of microbatches of 1 to `max_rows` rows through the whole model, or of each
+        multiple of a unit up to there. Curves do not fall, so neither does their sum but for rounding."""
+        found = self._whole.setdefault((device, recompute, unit), [])
+        while len(found) < max_rows // unit:
+            rows = (len(found) + 1) * unit
             total = sum(
                 number * self.seconds(key, device, rows, recompute).both
                 for key, number in self.counts.items()
             )
             found.append(max(total, found[-1]) if found else total)
-        return tuple(found[:max_rows])
+        return tuple(found[: max_rows // unit])
 
     def most_rows(
         self, device: Computer, recompute: Recompute, keys: Iterable[str] | None = None

@@ -22,6 +22,7 @@ from zorselike.planner.groups.replicas import find_degrees
 from zorselike.planner.layers.split_layers import shorten_first, split_layers, visit_in_turn
 from zorselike.planner.problem import PlanProblem
 from zorselike.planner.rows.share_rows import RankCosts, share_once, share_per_microbatch
+from zorselike.planner.rows.units import find_unit, to_rows
 
 _MAX_REPAIRS = 6
 """How often room is taken back from groups that turn out too full."""
@@ -343,22 +344,28 @@ class CandidateBuilder:
         self, group: GroupChoice, most: Mapping[Class, int], at_once: Sequence[int], in_rounds: bool
     ) -> tuple[Sizes, ...]:
         """With at most so many rows at once on each replica, and of each class in a step."""
-        costs = []
+        num_rows, most_rows = self._problem.global_batch, self._problem.most_rows_at_once
         replicas = self._problem.replicas.cut(group.devices, group.degrees)
         computers = self._problem.replicas.computers(replicas)
-        for replica, computer, cap in zip(replicas, computers, at_once, strict=True):
-            recompute = group.mode.recompute
-            found = self._table.most_rows(computer, recompute)
-            cap = min(cap, self._problem.most_rows_at_once, cap if found is None else found)
-            seconds = self._table.model_s(computer, recompute, cap)
-            its_class = self.room.class_of(replica[0], len(replica))
-            costs.append(RankCosts(replica[0], seconds, most.get(its_class)))
-        if not in_rounds:
-            return share_once(costs, self._problem.global_batch)
-        exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
-        return share_per_microbatch(
-            costs, self._problem.global_batch, collective_s=exposed_s, hidden_s=hidden_s
-        )
+        recompute = group.mode.recompute
+        fitting = [self._table.most_rows(computer, recompute) for computer in computers]
+        limits = [most_rows if found is None else min(most_rows, found) for found in fitting]
+        caps = [min(pair) for pair in zip(limits, at_once, strict=True)]
+        unit = find_unit(num_rows, caps, most_rows)
+        costs = []
+        for replica, computer, cap, limit in zip(replicas, computers, caps, limits, strict=True):
+            at_most = min(-(-cap // unit), limit // unit) * unit
+            seconds = self._table.model_s(computer, recompute, at_most, unit)
+            room = most.get(self.room.class_of(replica[0], len(replica)))
+            costs.append(RankCosts(replica[0], seconds, None if room is None else room // unit))
+        if in_rounds:
+            exposed_s, hidden_s = self._round_s(group) if group.mode.reduces_per_microbatch else (0.0, 0.0)
+            shares = share_per_microbatch(
+                costs, -(-num_rows // unit), collective_s=exposed_s, hidden_s=hidden_s
+            )
+        else:
+            shares = share_once(costs, -(-num_rows // unit))
+        return to_rows(shares, unit, num_rows)
 
     def _round_s(self, group: GroupChoice) -> tuple[float, float]:
         """What the collectives of one round through the whole model take, without and beside computation."""
