@@ -38,6 +38,8 @@ FINALISTS = 6
 """Choices that fit by estimate and are simulated."""
 ENTERED = 16
 """So many may turn out not to fit, or not to be as fast as estimated, before a good one is overlooked."""
+MOST_ROUNDS = 1024
+"""Of more rounds there are only where fewer do not fit: filling the pipeline takes next to nothing then."""
 MOST_FITTINGS = 6
 """How often layers are cut anew where the walk over memory finds more than the estimate."""
 
@@ -93,17 +95,22 @@ class _Ranking:
         self._best: list[float] = []
 
     def enter(self, stages: Stages, global_batch: int, recompute: Recompute) -> None:
-        """Ever larger rounds, until they get slower or do not fit."""
+        """Ever larger rounds, until they get slower or do not fit; of those of which a step has thousands, as
+        of batches of thousands of rows, only where others do not fit."""
+        fewest = max(len(group) for group in stages.groups)
+        usual = fewest * 2 ** max(0, math.ceil(math.log2(global_batch / fewest / MOST_ROUNDS)))
         for num_parts in self._rules.equal_layers or (1,):
-            choice = _Choice(max(len(group) for group in stages.groups), recompute, num_parts)
-            before = math.inf
-            while choice.rows <= global_batch:
-                step_s = self._estimate(stages, global_batch, choice)
-                if step_s is not None:
-                    if step_s > before or math.isinf(step_s):
-                        break
-                    before = step_s
-                choice = choice._replace(rows=2 * choice.rows)
+            for first, most in ((usual, global_batch), (fewest, usual - 1)):
+                before, choice = math.inf, _Choice(first, recompute, num_parts)
+                while choice.rows <= most:
+                    step_s = self._estimate(stages, global_batch, choice)
+                    if step_s is not None:
+                        if step_s > before or math.isinf(step_s):
+                            break
+                        before = step_s
+                    choice = choice._replace(rows=2 * choice.rows)
+                if choice.rows > first:
+                    break
 
     def _estimate(self, stages: Stages, global_batch: int, choice: _Choice) -> float | None:
         """Seconds with gradients reduced once a step or, where that does not fit, in each round; infinite
