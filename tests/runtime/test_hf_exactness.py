@@ -20,6 +20,7 @@ from hf_families import (
     masks,
     module_names,
     tokens,
+    transformers,
 )
 from ranks import RunRanks
 from tiny import adamw
@@ -332,3 +333,49 @@ def test_dropout_of_adapters_is_that_of_one_rank(run_ranks: RunRanks) -> None:
     assert abs(expected[0][0] - without[0][0]) > 1e-4
     found = run_ranks(train_adapters_planned, 4, adapters, one_group_of_replicas(names))
     assert_same_adapters(found[0], expected, 2 * len(adapters.targets))
+
+
+REWARDS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.5, 0.25], dtype=torch.float64)
+
+
+def train_rewards(rank: int, world_size: int, plan: Plan | None) -> tuple[list[float], Any]:
+    """A Llama that gives each row one number, adapters of peft's around it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**FAMILIES["llama"], num_labels=1)
+    inner = transformers.LlamaForSequenceClassification(config)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    model: Any = peft.get_peft_model(inner, lora).double().train()
+    mask, losses = masks(ROWS, left=False), []
+    if plan is not None:
+        with HeteroPipeline(
+            model,
+            plan,
+            optimizer=adamw,
+            unpack=lambda output: output.logits,
+            loss_fn=lambda found, wanted: (found[:, 0] - wanted).square().sum(),
+            count_fn=len,
+        ) as pipe:
+            losses = [pipe.step_global(inputs, REWARDS, attention_mask=mask).loss for inputs, _ in BATCHES]
+            return losses, pipe.full_state_dict()
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for inputs, _ in BATCHES:
+        logits = model(inputs, attention_mask=mask, use_cache=False).logits
+        loss = (logits[:, 0] - REWARDS).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def test_what_recomputes_layers_keeps_no_cache_of_keys(run_ranks: RunRanks) -> None:
+    """A model with another head than for tokens would keep one, and layers would find their keys there."""
+    layers = [f"model.layers.{i}" for i in range(hf_families.NUM_LAYERS)]
+    names = [f"base_model.model.{n}" for n in ("model.embed_tokens", *layers, "model.norm", "score")]
+    group = Group((0, 1), (Microbatch(0, 0, 4), Microbatch(1, 4, ROWS)), recompute="layer")
+    plan = Plan(ROWS, (group,), (Ministage(0, tuple(names)),))
+    ((expected, weights),) = run_ranks(train_rewards, 1, None)
+    losses, state = run_ranks(train_rewards, 2, plan)[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert all((state[name] - tensor).abs().max() <= 1e-10 for name, tensor in weights.items())

@@ -129,6 +129,36 @@ def test_a_cut_before_every_module_changes_nothing(family: str, run_ranks: RunRa
     assert run_ranks(compare_with_whole, 1, family) == [[]]
 
 
+_BART = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+ODD: dict[str, dict[str, Any]] = {
+    # It looks up positions with the embeddings at hand where it is given no token ids.
+    "whisper": {**_BART, "max_target_positions": 32, "is_decoder": True},
+    # Its layers return lists.
+    "openai-gpt": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    # What it says must not be split are parts of layers.
+    "roberta-prelayernorm": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "is_decoder": True,
+    },
+}
+
+
+@pytest.mark.parametrize("family", list(ODD))
+def test_odd_families_are_cut_between_their_layers(family: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, vocab_size=VOCABULARY, pad_token_id=0, **ODD[family])
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    parts, plan = cut(model, *range(next(i for i, n in enumerate(list_modules(model)) if ".0" in n), 5))
+    assert not isinstance(parts[0].skeleton, Exporter)
+    inputs = tokens(ROWS)
+    trace(parts, plan, inputs)
+    assert torch.equal(run_chain(parts, inputs), model(inputs).logits)
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     model = make_model("llama")
     parts, _ = cut(model, 3)
@@ -428,7 +458,16 @@ class Scales(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
         return transformers.modeling_outputs.CausalLMOutput(logits=logits)
 
 
-@pytest.mark.parametrize("kind", [Skips, Scales])
+class ScalesInPlace(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    """As CTRL does with embeddings that it is given, or has made."""
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids) if input_ids is not None else kwargs["inputs_embeds"]
+        embedded *= 4
+        return super().forward(**{**kwargs, "inputs_embeds": embedded})
+
+
+@pytest.mark.parametrize("kind", [Skips, Scales, ScalesInPlace])
 def test_what_needs_more_than_hidden_states_is_exported(kind: type[nn.Module]) -> None:
     model = kind(transformers.LlamaConfig(**{**FAMILIES["llama"], "tie_word_embeddings": False})).double()
     names = [

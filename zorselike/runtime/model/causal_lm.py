@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,6 +125,14 @@ def _still(kind: str) -> str:
     return "default" if "dynamic" in kind else kind
 
 
+def keeps_cache(module: nn.Module) -> bool:
+    """Whether a model of `transformers`, or what peft wraps round one, can be told to keep no keys and values
+    of its layers. By default many do, and a layer that is recomputed finds its own among them."""
+    model: Any = getattr(module, "get_base_model", lambda: module)()
+    is_known = hasattr(model, "config") and hasattr(model, "base_model_prefix")
+    return is_known and "use_cache" in signature(model.forward).parameters
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether a model is one of `transformers` with a head for tokens, or is wrapped around one."""
     return all(hasattr(model, name) for name in _OFFERS) and all(
@@ -150,13 +159,11 @@ class Decoder:
 
 def find_decoder(model: nn.Module) -> Decoder | str:
     """The parts of a causal LM, or the reason why it has none to cut between."""
-    kinds = _layer_classes(model) or _repeated_classes(model)
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
-        if all(type(member).__name__ in kinds for member in module)
-    ]
+    kinds = _layer_classes(model)
+    lists = _lists_of(model, kinds)
+    if not lists:
+        kinds |= _repeated_classes(model)
+        lists = _lists_of(model, kinds)
     if len(lists) != 1:
         found = " and ".join(f"'{name}'" for name, _ in lists) or "no list"
         return f"{found} of {' or '.join(sorted(kinds)) or 'layers'} found where one is needed"
@@ -170,6 +177,15 @@ def find_decoder(model: nn.Module) -> Decoder | str:
     return f"'{loose[0]}' is in no module" if loose else Decoder(layers, others)
 
 
+def _lists_of(model: nn.Module, kinds: set[str]) -> list[tuple[str, nn.ModuleList]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+        if all(type(member).__name__ in kinds for member in module)
+    ]
+
+
 def _layer_classes(model: nn.Module) -> set[str]:
     """Names of the classes that must not be split over devices: those of the decoder layers."""
     names: Any = getattr(model, "_no_split_modules", None)
@@ -177,7 +193,8 @@ def _layer_classes(model: nn.Module) -> set[str]:
 
 
 def _repeated_classes(model: nn.Module) -> set[str]:
-    """For a model that does not say which these are: the classes of which there is one in every layer."""
+    """For a model that does not say which these are, or names their parts: classes of which there is one in
+    every layer."""
     config: Any = getattr(model, "config", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return {

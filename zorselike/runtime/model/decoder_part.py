@@ -64,18 +64,18 @@ class _EarlierLayer(nn.Module):
 
 class _Earlier(nn.Module):
     """In the place of another module of an earlier ministage: zeros of the shape of its output, without
-    memory."""
+    memory, whether it is given what it is in the whole model or embeddings in the place of token ids."""
 
-    def __init__(self, width: int, *, adds_dimension: bool) -> None:
+    def __init__(self, width: int, num_dims: int) -> None:
         super().__init__()
         self._width = width
-        self._adds_dimension = adds_dimension
+        self._num_dims = num_dims
         self.like = torch.empty(0, device="cpu")
         """A tensor with the dtype and device of the hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        shape = hidden_states(args, kwargs).shape
-        return self.like.new_zeros(()).expand(*(shape if self._adds_dimension else shape[:-1]), self._width)
+        lead = hidden_states(args, kwargs).shape[: self._num_dims - 1]
+        return self.like.new_zeros(()).expand(*lead, self._width)
 
 
 def make_ministage(
@@ -92,8 +92,7 @@ def make_ministage(
         elif position < start and type(module) in forms:
             new[name] = _EarlierLayer(module, forms[type(module)])
         elif position < start:
-            width, adds_dimension = flow.widths[name]
-            new[name] = _Earlier(width, adds_dimension=adds_dimension)
+            new[name] = _Earlier(*flow.widths[name])
     return replace_modules(model, new)
 
 

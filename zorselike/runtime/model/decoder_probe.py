@@ -46,7 +46,7 @@ class ReturnForm:
     """How layers of one class return hidden states."""
 
     num_entries: int | None = None
-    """Of a tuple that begins with them; None: they are returned themselves."""
+    """Of a tuple or list that begins with them; None: they are returned themselves."""
 
     def of(self, hidden: Tensor) -> Any:
         return hidden if self.num_entries is None else (hidden, *[None] * (self.num_entries - 1))
@@ -133,9 +133,9 @@ class Flow:
     """The first place in `order` before which the model may be cut: at the first layer."""
     broken: dict[str, str] = field(default_factory=dict)
     """Modules before which it may not, and why."""
-    widths: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    """Of modules outside the layers, the last dimension of their output, and whether they add it to their
-    input's, as an embedding does, or put it in the place of its last."""
+    widths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of modules outside the layers, the last dimension of their output, and how many it has; the others are
+    the first of their input's."""
     embedding_width: int = 0
     """Last dimension of what the model takes as `inputs_embeds`."""
 
@@ -161,6 +161,7 @@ class FlowRecorder(TorchFunctionMode):
         self._parameters = {id(p) for p in model.parameters()}
         self._num_active = 0
         self._called: set[str] = set()
+        self._embedded: list[tuple[Tensor, int]] = []
         self._mark(inputs)
 
     @contextmanager
@@ -176,6 +177,8 @@ class FlowRecorder(TorchFunctionMode):
             stack.callback(self._embedding.register_forward_hook(self._note_embedding).remove)
             with self:
                 yield self.flow
+        if any(embedded._version != version for embedded, version in self._embedded):
+            self._break(0, "its forward changes embeddings in place, of which later ministages have none")
 
     def _mark(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -245,14 +248,14 @@ class FlowRecorder(TorchFunctionMode):
             if name in self._layers:
                 form = self._forms.get(type(module))
                 if form is not None:
-                    form.num_entries = len(output) if isinstance(output, tuple) else None
+                    form.num_entries = len(output) if isinstance(output, tuple | list) else None
             elif isinstance(output, Tensor) and tensors_in((args, kwargs)):
-                entered = hidden_states(args, kwargs).shape
-                for adds, lead in ((True, entered), (False, entered[:-1])):
-                    if output.shape[:-1] == lead:
-                        self.flow.widths[name] = (output.shape[-1], adds)
+                num_dims, entered = output.dim(), hidden_states(args, kwargs).shape
+                if num_dims > 2 and output.shape[:-1] == entered[: num_dims - 1]:
+                    self.flow.widths[name] = (output.shape[-1], num_dims)
 
         return leave
 
     def _note_embedding(self, module: nn.Module, args: Any, output: Any) -> None:
         self.flow.embedding_width = output.shape[-1]
+        self._embedded.append((output, output._version))

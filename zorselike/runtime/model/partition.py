@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from zorselike.errors import ConfigError, PlanError
 from zorselike.plan.plan import Plan
 from zorselike.plan.validate import validate_modules
 from zorselike.runtime.model.boundaries import compare_calls, name_ministage, run_module, run_parts
-from zorselike.runtime.model.causal_lm import is_causal_lm
+from zorselike.runtime.model.causal_lm import is_causal_lm, keeps_cache
 from zorselike.runtime.model.decoder_cut import CannotCut, cut_causal_lm, list_modules, take_whole
 from zorselike.runtime.model.decoder_part import logits_of
 from zorselike.runtime.model.export import Exporter
@@ -191,23 +191,30 @@ def _in_order_of(planned: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class _Forward:
-    """A part's forward between others: several tensors enter as the tuple that they left as, and
-    what the model returns is unpacked."""
+    """A part's forward between others: several tensors enter as the tuple that they left as, arguments that
+    are not given have the defaults of training, and what the model returns is unpacked."""
 
     def __init__(
-        self, inner: Callable[..., Any], *, packs: bool, unpack: Callable[[Any], Any] | None
+        self,
+        inner: Callable[..., Any],
+        *,
+        packs: bool,
+        defaults: Mapping[str, Any],
+        unpack: Callable[[Any], Any] | None,
     ) -> None:
         self._inner = inner
         self._packs = packs
+        self._defaults = defaults
         self._unpack = unpack
 
     def __call__(self, *tensors: Tensor, **kwargs: Any) -> Any:
         inputs = (tensors,) if self._packs and len(tensors) > 1 else tensors
-        output = self._inner(*inputs, **kwargs)
+        output = self._inner(*inputs, **{**self._defaults, **kwargs})
         return output if self._unpack is None else self._unpack(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(copy.deepcopy(self._inner, memo), packs=self._packs, unpack=self._unpack)
+        inner = copy.deepcopy(self._inner, memo)
+        return _Forward(inner, packs=self._packs, defaults=self._defaults, unpack=self._unpack)
 
 
 def _make_parts(
@@ -223,9 +230,10 @@ def _make_parts(
     for index, module in enumerate(modules):
         is_last = index == len(modules) - 1
         accepts = Keywords(()) if packs else Keywords.of(module.forward)
-        if packs or (is_last and unpack is not None):
+        defaults = {"use_cache": False} if keeps_cache(module) else {}
+        if packs or defaults or (is_last and unpack is not None):
             module.forward = _Forward(  # type: ignore[method-assign]
-                module.forward, packs=packs, unpack=unpack if is_last else None
+                module.forward, packs=packs, defaults=defaults, unpack=unpack if is_last else None
             )
         units = separate_units(module, find_units(module, plan.ministages[index].modules))
         parts.append(ModelPart(index, module, units, accepts, name_ministage(plan, index), skeleton))
