@@ -134,6 +134,11 @@ class Group:
         """The largest number of microbatches of any rank (`max M` of the design)."""
         return max(map(len, self.microbatches_by_rank.values()), default=0)
 
+    @property
+    def has_uneven_counts(self) -> bool:
+        """Whether its ranks have different numbers of microbatches."""
+        return len({*map(len, self.microbatches_by_rank.values())}) > 1
+
 
 @dataclass(frozen=True)
 class Ministage:

@@ -166,7 +166,7 @@ def _refuse_uneven_sharing(plan: Plan, parts: Sequence[ModelPart]) -> None:
     modules that share a weight in another order than where there are rows: collectives would not match."""
     for i, part in enumerate(parts):
         group = plan.group_of(i)
-        if group.zero != 3 or len({*map(len, group.microbatches_by_rank.values())}) == 1:
+        if group.zero != 3 or not group.has_uneven_counts:
             continue
         names: dict[int, str] = {}
         for fqn, parameter in part.module.named_parameters(remove_duplicate=False):

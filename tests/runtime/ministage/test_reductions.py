@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tiny import (
     DIM,
     VOCABULARY,
     Case,
+    Decoder,
     adamw,
     assert_same,
     module_names,
@@ -26,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from zorselike import HeteroPipeline
 from zorselike.plan.plan import Group, Microbatch, Ministage, Plan
+from zorselike.runtime.loss import token_cross_entropy
 from zorselike.runtime.ministage.ministage import ShardedMinistage
 
 pytestmark = pytest.mark.pooled
@@ -128,6 +131,56 @@ def test_ranks_with_fewer_microbatches_where_a_model_has_parameters_of_its_own(r
     (expected,) = run_ranks(train_all_single, 1, cases)
     for case, ours, theirs in zip(cases, run_ranks(train_all_planned, 2, cases)[0], expected, strict=True):
         assert_same(ours, theirs, case)
+
+
+class Pools(Decoder):
+    """As many models for images and texts: who has no use for what its pooler returns leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.pooler = nn.Linear(VOCABULARY, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.pooler(x[:, 0])
+
+
+def train_pools(rank: int, world_size: int, plan: Plan | None) -> list[float]:
+    torch.manual_seed(0)
+    model, losses = Pools().double(), []
+    rows, targets = (torch.randint(VOCABULARY, (4, 3), generator=torch.manual_seed(i)) for i in range(2))
+    if plan is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            loss = token_cross_entropy(model(rows)[0], targets) / targets.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+    with HeteroPipeline(
+        model,
+        plan,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
+        loss_fn=lambda outputs, wanted: token_cross_entropy(outputs[0], wanted),
+    ) as pipe:
+        return [pipe.step_global(rows, targets).loss for _ in range(2)]
+
+
+def pools_plan(*ranks: int) -> Plan:
+    microbatches = tuple(Microbatch(rank, row, row + 1) for row, rank in enumerate(ranks))
+    names = ("tok_embeddings", "layers.0", "norm", "output", "pooler")
+    return Plan(4, (Group((0, 1), microbatches, zero=3),), (Ministage(0, names),))
+
+
+def test_ranks_with_fewer_microbatches_where_the_loss_leaves_out_a_module(run_ranks: RunRanks) -> None:
+    """With ZeRO 3 they would reduce it where it is called, and the others last: both would wait for ever."""
+    (expected,) = run_ranks(train_pools, 1, None)
+    for losses in run_ranks(train_pools, 2, pools_plan(0, 1, 0, 1)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    for end in run_ranks(train_pools, 2, pools_plan(0, 1, 0, 0), allow_exit=True):
+        assert end.code != 0
+        assert "does not depend on what 'pooler' returns; zero = 3" in end.last_line, end.stderr[-2000:]
 
 
 def look(_: nn.Module, given: tuple[Tensor, ...], returned: Tensor) -> None:

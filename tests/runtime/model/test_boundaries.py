@@ -6,6 +6,8 @@ import logging
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from threading import Lock
 from typing import Any
 
@@ -308,6 +310,39 @@ TARGETS = torch.arange(5 * SEQUENCE).reshape(5, SEQUENCE) % VOCABULARY
 
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+@lru_cache
+def make_factors(length: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, length)
+
+
+class Remembers(nn.Module):
+    """Keeps tensors that it makes once, in functions of its file and of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    @staticmethod
+    @lru_cache(maxsize=2)
+    def shifts(width: int) -> Tensor:
+        return torch.arange(width) / width
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.embedding(ids) * make_factors(ids.shape[1])[:, None] + self.shifts(DIM))
+
+
+@pytest.mark.parametrize("cuts", [(), (1,)])
+def test_a_function_may_keep_tensors_that_it_has_made(cuts: tuple[int, ...]) -> None:
+    model, names = Remembers(), ["embedding", "head"]
+    expected = model(TOKENS)
+    plan = plan_over(*(names[a:b] for a, b in pairwise([0, *cuts, 2])))
+    parts = partition(model, plan)
+    trace(parts, plan, TOKENS)
+    assert torch.equal(run_chain(parts, TOKENS), expected)
+    trace(parts, plan, TOKENS)
 
 
 def test_sums_over_rows_pass() -> None:

@@ -80,6 +80,11 @@ def test_a_model_without_decoder_layers_has_no_list() -> None:
     config = transformers.T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
     with pytest.raises(ConfigError, match=r"'encoder.block' and 'decoder.block' of T5Block found where one"):
         list_modules(transformers.T5ForConditionalGeneration(config))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8,), "conv_kernel": (2,), "conv_stride": (2,)}
+    config = transformers.HubertConfig(**sizes, **convolutions, num_conv_pos_embedding_groups=2)
+    with torch.device("meta"), pytest.raises(ConfigError, match="it has no embeddings of token ids"):
+        list_modules(transformers.HubertForSequenceClassification(config))
     for model in (nn.Sequential(nn.Linear(2, 2)), build_model("llama", "debug")):
         with pytest.raises(ConfigError, match=f"model: {type(model).__name__} is not made of decoder layers"):
             list_modules(model)

@@ -279,7 +279,9 @@ class ShardedMinistage:
 
     def keep_outputs(self, number: int, outputs: Tensors) -> None:
         """Keeps where `backward` of this microbatch starts: at its outputs, or at the loss."""
-        self._edges[number] = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+        edges = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+        self._units.call_order.check_reached([edge.node for edge in edges if edge is not None])
+        self._edges[number] = edges
 
     def backward(self, number: int, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Backward of one microbatch; returns the gradients of its inputs (None: carries none)."""

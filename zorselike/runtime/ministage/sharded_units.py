@@ -107,7 +107,9 @@ class ShardedUnits:
         self._set_prefetch()
         # With ZeRO 3 every rank gathers as its layers are called.
         gathers_as_called = self._reduces_in_backward and len(group.flat_ranks) > 1
-        self.call_order = CallOrder(self._units if gathers_as_called else ())
+        self.call_order = CallOrder(
+            self._units if gathers_as_called else (), meets_dummies=group.has_uneven_counts
+        )
         if self._streams.is_concurrent:
             for unit in self._owners:
                 unit.module.register_forward_pre_hook(partial(self._await_gather, unit), prepend=True)

@@ -229,11 +229,17 @@ class CallOrder:
     """Watches the calls of units that own parameters, forward by forward: each once, in one order. A
     rank that leaves a layer out must not meet the others in another layer's gather."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], *, meets_dummies: bool = False) -> None:
+        """`meets_dummies`: ranks without a microbatch go backward through all units beside the others."""
         self._units = [unit for unit in units if unit.owns_parameters]
         self._next = 0
+        self._notes_returned = meets_dummies
+        self._returned: dict[str, set[Any]] = {}
+        """Of the first forward: by unit, what the backwards of what it returned begin with."""
         for position, unit in enumerate(self._units):
             unit.module.register_forward_pre_hook(partial(self._check, position), prepend=True)
+            if meets_dummies:
+                unit.module.register_forward_hook(partial(self._note, unit))
 
     def begin(self) -> None:
         """Starts a forward."""
@@ -243,6 +249,32 @@ class CallOrder:
         """Ends it; raises `ConfigError` if the last units were left out."""
         if self._next < len(self._units):
             raise self._out_of_order(len(self._units))
+
+    def check_reached(self, nodes: Sequence[Any]) -> None:
+        """Raises `ConfigError` if a backward from these, what a forward has ended with, goes past a unit."""
+        if not self._notes_returned:
+            return
+        self._notes_returned = False
+        reached: set[Any] = set()
+        ahead = [*nodes]
+        while ahead:
+            if (node := ahead.pop()) not in reached:
+                reached.add(node)
+                ahead += [following for following, _ in node.next_functions if following is not None]
+        returned, self._returned = self._returned, {}
+        for unit in self._units:
+            begins = returned.get(unit.name, set())
+            if (unit.trains or begins) and not begins & reached:
+                raise ConfigError(
+                    f"the loss does not depend on what '{unit.name}' returns; zero = 3 reduces in the order "
+                    "of a backward, and ranks with fewer microbatches cannot know that it is not in it: set "
+                    "zero = 2 for this group, or plan as many microbatches on each of its ranks"
+                )
+
+    def _note(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._notes_returned and not unit.is_anchor_pass:
+            tensors = tensors_in(output)
+            self._returned[unit.name] = {t.grad_fn for t in tensors if t.grad_fn is not None}
 
     def _check(self, position: int, *_: Any) -> None:
         if position != self._next:

@@ -29,6 +29,7 @@ from zorselike.runtime.model.tracing import (
     fake_copies,
     find_place,
     lacks_member,
+    without_caches,
 )
 from zorselike.text.wording import first_line, list_few, show_modules, suggest
 
@@ -323,7 +324,7 @@ def run_module(
     """What a copy returns, recorded; `ConfigError` with shapes and the first line where it fails."""
     shapes = _show_shapes(tensors)
     try:
-        with recorder.recording():
+        with recorder.recording(), without_caches(module):
             return module(*tensors, **kwargs)
     except ConfigError:
         raise

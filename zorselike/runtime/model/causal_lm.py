@@ -167,6 +167,8 @@ def find_decoder(model: nn.Module) -> Decoder | str:
     if len(lists) != 1:
         found = " and ".join(f"'{name}'" for name, _ in lists) or "no list"
         return f"{found} of {' or '.join(sorted(kinds)) or 'layers'} found where one is needed"
+    if not _has(model, "get_input_embeddings"):
+        return "it has no embeddings of token ids"
     ((where, members),) = lists
     layers = tuple(join(where, key) for key in members._modules)
     others = tuple(_outside(model, "", where))

@@ -27,7 +27,7 @@ from zorselike.runtime.model.nested import leaves, map_leaves, tensors_in
 from zorselike.runtime.model.pruning import find_units, loose_parameters, plan_module, prune
 from zorselike.runtime.model.signature import KwargSpecs, KwargTensor, Signature, make_kwargs
 from zorselike.runtime.model.stage_graph import StageGraph
-from zorselike.runtime.model.tracing import Skeleton, fake_copies, find_place
+from zorselike.runtime.model.tracing import Skeleton, fake_copies, find_place, without_caches
 from zorselike.text.wording import first_line
 
 _INNER = "model"
@@ -134,7 +134,7 @@ class Exporter(Skeleton):
                 tensors = [t.to(param_dtype) if t.is_floating_point() else t for t in tensors]
         flat = _Flat(whole, len(inputs.tensors), kwargs, self._returned)
         try:
-            with _refusing_own_backwards(whole):
+            with _refusing_own_backwards(whole), without_caches(whole):
                 program = torch.export.export(flat, tuple(tensors), strict=False)
         except CannotCut as error:
             raise self._refuse(str(error)) from error
@@ -187,7 +187,8 @@ class Exporter(Skeleton):
             if not here:
                 raise self._refuse(
                     f"{where} uses '{name}', which the plan gives to another ministage: register it "
-                    "once more, in a module of its own that the plan has there"
+                    "once more, in a module of its own that the plan has there; or, if it is used there "
+                    "alone, list its module there (modules are listed in the order in which they run)"
                 )
             graph.parameters[i] = here[0]
         for i, name in enumerate(map(_strip, graph.buffers)):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,42 @@ def _fake(tensor: Tensor, *, param_dtype: torch.dtype | None, all_trainable: boo
         trainable = tensor.requires_grad or (all_trainable and tensor.is_floating_point())
         fake = nn.Parameter(fake, requires_grad=trainable)
     return fake
+
+
+_LruCache = type(lru_cache(len))
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Inside, what `functools.lru_cache` keeps in the files of a model's classes is forgotten, and behind it
+    what it kept inside: tensors of before are not fake, and those of inside are."""
+    caches = list(_find_caches(model))
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _find_caches(model: nn.Module) -> Iterator[Any]:
+    """Of functions and methods, within other decorators too."""
+    files = {type(module).__module__ for module in model.modules()}
+    names = [name for name in files if name in sys.modules and not name.startswith("torch.")]
+    for value in chain.from_iterable([*vars(sys.modules[name]).values()] for name in names):
+        for entry in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            function = entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry
+            closure = (function.__closure__ or ()) if inspect.isfunction(function) else ()
+            for found in (function, *_contents(closure)):
+                if isinstance(found, _LruCache):
+                    yield found
+
+
+def _contents(closure: Sequence[Any]) -> Iterator[Any]:
+    for cell in closure:
+        with suppress(ValueError):  # It is empty.
+            yield cell.cell_contents
 
 
 def find_place(error: BaseException) -> str:
