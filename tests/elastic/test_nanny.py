@@ -292,6 +292,24 @@ time.sleep(60)
     assert leave_when(is_ready, nanny) == [nannies.LATE] and len(starts(tmp_path)) == (1 if wait_s else 2)
 
 
+def test_who_has_lost_its_nanny_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    reads, writes = os.pipe()
+    listener = listen("127.0.0.1", 0)
+    me = make_member("127.0.0.1", listener.getsockname()[1], "here", 0, "cpu", 0)
+    meeting = Meeting(TrivialWorker(), me, listener, TOKEN, num_founding=2, nanny_fd=writes)
+    try:
+        assert os.read(reads, 1 << 12)
+        assert not told.is_set()
+        os.close(reads)
+        assert told.wait(30) and "nanny has ended without a word; it leaves" in caplog.text
+    finally:
+        meeting.close()
+        os.close(writes)
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_cannot_be_started_is_said() -> None:
     with pytest.raises(ConfigError, match="cannot start /no/such/program"):
         Nanny(["/no/such/program"], {}).run()

@@ -25,6 +25,15 @@ def test_it_is_made_once(tmp_path: Path) -> None:
     assert {file.name for file in target.parent.iterdir()} == {"x.rows", "x.rows.lock"}
 
 
+def test_what_is_there_is_taken_where_nothing_can_be_written(tmp_path: Path) -> None:
+    target = tmp_path / "x.rows"
+    make_once(target, write_folder)
+    lock = tmp_path / "x.rows.lock"
+    lock.unlink()
+    lock.mkdir()  # No file can be opened there for writing, by root neither.
+    assert (make_once(target, write_folder) / "content").read_text() == "mine"
+
+
 def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     def write_half(path: Path) -> None:
         write_folder(path)

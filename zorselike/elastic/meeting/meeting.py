@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -312,7 +313,11 @@ class Meeting:
         if self._nanny_fd is not None:
             try:
                 os.write(self._nanny_fd, json.dumps(word).encode() + b"\n")
-            except OSError:  # It is gone; this process goes on.
+            except BrokenPipeError:  # Nobody else would ever have this process leave.
+                self._nanny_fd = None
+                logger.warning("elastic: this process's nanny has ended without a word; it leaves")
+                os.kill(os.getpid(), signal.SIGTERM)
+            except OSError:  # Closed by the program, perhaps.
                 self._nanny_fd = None
 
     def _say_wait(self, now: float) -> None:

@@ -45,6 +45,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _make_once(target: Path, write: Callable[[Path], None]) -> Path:
+    if target.exists():  # Where nothing can be written any more, too.
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
