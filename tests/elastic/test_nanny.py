@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trivial_member import TrivialWorker
@@ -18,6 +19,7 @@ from trivial_member import TrivialWorker
 from zorselike.elastic.contract import Json
 from zorselike.elastic.meeting import Meeting, environment, make_member
 from zorselike.elastic.meeting import nanny as nannies
+from zorselike.elastic.meeting.asking import NobodyListens, NobodyThere, ask
 from zorselike.elastic.meeting.environment import from_environment, listen
 from zorselike.elastic.meeting.nanny import Nanny, describe_end
 from zorselike.errors import ClusterError, ConfigError
@@ -134,6 +136,34 @@ if len(open(sys.argv[1]).readlines()) == 1:
 """
     assert make(reached, tmp_path, script).run() == 0
     assert len(starts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_who_was_cut_off_comes_again_when_the_network_does(
+    reached: Reached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    script = """
+if len(open(sys.argv[1]).readlines()) == 1:
+    say(over="this side ends", may_return=True)
+    sys.exit(2)
+say(over="done")
+"""
+    num_asked = 0
+
+    def ask_later(*args: Any, **options: Any) -> Json:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 4:
+            raise NobodyThere("timed out")
+        if not heals:
+            raise NobodyListens("Connection refused")
+        return ask(*args, **options)
+
+    monkeypatch.setattr(nannies, "ask", ask_later)
+    monkeypatch.setattr(nannies, "_FOLLOWS_S", 0.0)
+    monkeypatch.setattr(nannies, "_FIRST_WAIT_S", 0.0)
+    assert make(reached, tmp_path, script).run() == (0 if heals else 2)
+    assert len(starts(tmp_path)) == (2 if heals else 1) and num_asked >= 4
 
 
 def test_a_worker_that_comes_after_the_job_has_ended_says_so_by_its_code(

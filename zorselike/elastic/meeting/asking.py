@@ -15,14 +15,18 @@ _MAX_BYTES = 64 << 20
 
 
 class NobodyThere(ClusterError):
-    """Nobody listens at an address."""
+    """Nobody answers at an address."""
+
+
+class NobodyListens(NobodyThere):
+    """The machine says so: it can be reached, and whoever listened there has ended."""
 
 
 def ask(host: str, port: int, token: str, request: Json, *, limit_s: float = _LIMIT_S) -> Json:
     """A member's answer to `{"ask": ...}`.
 
     Raises:
-        NobodyThere: Nobody answers there.
+        NobodyThere: Nobody answers there; `NobodyListens` where its machine can be reached.
         ClusterError: Who does, not as a member of a job with this token.
     """
     where = f"{host}:{port}"
@@ -35,7 +39,8 @@ def ask(host: str, port: int, token: str, request: Json, *, limit_s: float = _LI
             connection.sendall(json.dumps({"nonce": nonce, "proof": proof} | request).encode() + b"\n")
             answer = _read(lines.readline(_MAX_BYTES))
     except OSError as error:
-        raise NobodyThere(f"no member of a job answers at {where}: {error}") from None
+        kind = NobodyListens if isinstance(error, ConnectionRefusedError) else NobodyThere
+        raise kind(f"no member of a job answers at {where}: {error}") from None
     if not answer:
         raise ClusterError(
             f"who listens at {where} refuses the token; set that of the job in the environment"

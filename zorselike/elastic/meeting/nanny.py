@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorselike.elastic.contract import Json
-from zorselike.elastic.meeting.asking import ask
+from zorselike.elastic.meeting.asking import NobodyListens, NobodyThere, ask
 from zorselike.elastic.meeting.environment import (
     AGAIN_AT,
     ANSWERED,
@@ -48,7 +48,9 @@ _MAX_STARTS = 3
 """So many of these one after the other, and no other is started."""
 _FIRST_WAIT_S = 1.0
 _FOLLOWS_S = 5.0
-"""From one look at who is in the job to the next, while a worker starts."""
+"""From one look at who is in the job to the next, while a worker starts or the network is cut."""
+_CUT_S = 120.0
+"""So long it looks for a job whose machines cannot be reached: a network that is cut may be mended."""
 _MAX_LINE_BYTES = 1 << 16
 MISTAKE = 2
 """Exit code of a program whose user has to correct something: its command line, its recipe."""
@@ -83,6 +85,8 @@ class Nanny:
         self._worker: subprocess.Popen[bytes] | None = None
         self._leaves = False
         self._members: list[tuple[str, int]] = []
+        self._is_cut = False
+        """Whether a machine could not be reached when a member was looked for last."""
 
     def leave(self) -> None:
         """The worker is to leave the job, and no other comes in its place."""
@@ -112,7 +116,7 @@ class Nanny:
                 return UNFOUNDED if FOUND in self._environment and known.last < 0 else code
             self._members = known.members or self._members
             self._say(f"worker {describe_end(code)}")
-            contact = self._tell(known)
+            contact = self._tell_when_reached(known)
             if contact is None:
                 self._say("no member of its job can be reached; no other worker is started")
                 return code
@@ -239,12 +243,26 @@ class Nanny:
         found = self._ask({"ask": "word", "id": known.id, "last": known.last})
         return None if found is None else found[0]
 
+    def _tell_when_reached(self, known: _Known) -> tuple[str, int] | None:
+        """The same, once the network is there again."""
+        contact = self._tell(known)
+        if contact is None and self._is_cut:
+            self._say(f"its job cannot be reached; waits up to {_CUT_S:g} s for the network")
+        until_s = time.monotonic() + _CUT_S
+        while contact is None and self._is_cut and not self._leaves and time.monotonic() < until_s:
+            time.sleep(_FOLLOWS_S)
+            contact = self._tell(known)
+        return contact
+
     def _ask(self, request: Json) -> tuple[tuple[str, int], Json] | None:
         """The first member that can be reached, by its address, and its answer."""
+        self._is_cut = False
         for host, port in (*self._members, *self._list_joined()):
-            with contextlib.suppress(ClusterError):
+            try:
                 answer = ask(host, port, self._environment.get(TOKEN, ""), request, limit_s=2.0)
                 return (host, port), answer
+            except ClusterError as error:
+                self._is_cut |= isinstance(error, NobodyThere) and not isinstance(error, NobodyListens)
         return None
 
 
