@@ -196,7 +196,7 @@ def test_who_joins_with_another_token_or_where_nobody_is_says_so(members: list[M
         Member(port, settings=settings),
     ):
         await_that(lambda member=member: member.error is not None)
-        assert "nobody of this job, by its token, answers at 127.0.0.1:" in str(member.error)
+        assert "nobody with this job's token answers at 127.0.0.1:" in str(member.error)
     assert members[0].runs(1)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -72,12 +74,29 @@ def test_who_waits_where_another_token_is_asked_for_is_told_so(
     founder = make_meeting(num_founding=2)
     limits = Settings(start_limit_s=1.5)
     other = make_meeting(contact=[("127.0.0.1", founder.member.port)], token="old", settings=limits)
-    with pytest.raises(ClusterError, match="by its token"):
+    with pytest.raises(ClusterError, match="with this job's token"):
         other.next_generation()
     founder.close()
     where = f"127.0.0.1:{founder.member.port}"
-    why = f"who listens at {where} refuses it: is its ZORSELIKE_JOB_TOKEN the job's?"
-    assert any(text.endswith(f"waits for a member of its job to answer; {why}") for text in caplog.messages)
+    why = "who listens there refuses it: is its ZORSELIKE_JOB_TOKEN the job's?"
+    said = f"waits for a member of its job to answer ({where}: {why})"
+    assert any(text.endswith(said) for text in caplog.messages)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_who_waits_where_nobody_answers_is_told_where_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    alone = make_meeting(contact=[(host, port)], settings=Settings(start_limit_s=1.0))
+    with pytest.raises(ClusterError) as raised:
+        alone.next_generation()
+    why = "Connection refused" if host == "127.0.0.1" else "[A-Z].*"  # A resolver's own words.
+    said = rf"waits for a member of its job to answer \({host}:{port}: {why}\)$"
+    assert any(re.search(said, text) for text in caplog.messages)
+    assert re.search(rf"answers at {host}:{port} \({host}:{port}: {why}\)$", str(raised.value))
 
 
 def test_a_founder_that_waits_says_so_once_and_then_that_it_has_a_part(

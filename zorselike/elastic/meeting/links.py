@@ -41,6 +41,7 @@ _MAX_HELLO_BYTES = 4096
 _MAX_BYTES = 64 << 20
 _RETRY_S = 0.2
 _NONCE_BYTES = 16
+_REFUSES = "who listens there refuses it: is its ZORSELIKE_JOB_TOKEN the job's?"
 
 
 def prove(token: str, role: str, *nonces: str) -> str:
@@ -126,8 +127,8 @@ class Links:
         self._contact: _Contact | None = None
         self._contact_failed: Callable[[str], None] | None = None
         self._pings = 0
-        self.refused_at = ""
-        """Where somebody listens who has not taken this process for one of its job."""
+        self.unanswered = ""
+        """The address of its job that was tried last in vain, and why."""
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         _OPEN.add(self)
@@ -274,8 +275,8 @@ class Links:
             if now > contact.until_s:
                 self._contact = None
                 if self._contact_failed is not None:
-                    tried = ", ".join(f"{host}:{port}" for host, port in contact.addresses[:4])
-                    self._contact_failed(f"nobody of this job, by its token, answers at {tried}")
+                    at = ", ".join(f"{host}:{port}" for host, port in contact.addresses[:4])
+                    self._contact_failed(f"nobody with this job's token answers at {at} ({self.unanswered})")
             elif now >= contact.retry_s:
                 self._dial(contact)
 
@@ -293,13 +294,13 @@ class Links:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             connected = socket.socket(family, kind, protocol)
-        except OSError:
+        except OSError as error:
+            self.unanswered = f"{host}:{port}: {error.strerror}"
             return
         link = Link(connected, max_bytes=_MAX_HELLO_BYTES)
         code = connected.connect_ex(address)
-        connection = _Connection(
-            connected, link, time.monotonic(), member, is_dialed=True, is_connected=False
-        )
+        now = time.monotonic()
+        connection = _Connection(connected, link, now, member, is_dialed=True, is_connected=False)
         dial.connection = connection
         self._strangers.append(connection)
         self._selector.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
@@ -308,14 +309,13 @@ class Links:
 
     def _finish_connecting(self, connection: _Connection) -> None:
         code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        connection.is_connected = not code
         if code:
             self._miss(connection, code)
-        else:
-            connection.is_connected = True
 
     def _miss(self, connection: _Connection, code: int) -> None:
         """Nobody takes the call; where the machine says that nobody listens, the process has ended."""
-        self._drop(connection)
+        self._drop(connection, os.strerror(code))
         if connection.target is not None and code == errno.ECONNREFUSED:
             self._give_up(connection.target.id, e.Dead(msg.Gone(connection.target.id)))
 
@@ -469,7 +469,7 @@ class Links:
             self._dials[member.id] = dial = _Dial(member, now + self._silence_s / 2, now, is_probe=True)
             self._dial(dial)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection, why: str = "no answer") -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.link)
         connection.link.close()
@@ -481,11 +481,11 @@ class Links:
                 connections.remove(connection)
                 if not connections:
                     del self._links[connection.member.id]
-        dial = self._dial_of(connection)
-        if dial is not None:
+        if (dial := self._dial_of(connection)) is not None:
             dial.connection = None
-            if isinstance(dial, _Contact) and connection.peer_nonce:
-                self.refused_at = "{}:{}".format(*dial.addresses[-1])
+            if isinstance(dial, _Contact):
+                why = _REFUSES if connection.peer_nonce else why
+                self.unanswered = "{}:{}: {}".format(*dial.addresses[-1], why)
 
 
 _OPEN: weakref.WeakSet[Links] = weakref.WeakSet()

@@ -326,7 +326,7 @@ class Meeting:
             if self._waits_s is None or now < self._waits_s + _SAY_AFTER_S:
                 return
             self._waits_s, before = now, self._said
-            self._said = describe_wait(self._machine, self._links.refused_at) or before
+            self._said = describe_wait(self._machine, self._links.unanswered) or before
         if self._said != before:
             logger.warning("elastic: this process %s", self._said)
 

@@ -13,15 +13,14 @@ def is_spare(machine: Membership) -> bool:
     return machine.me.id not in roster or (generation is not None and machine.me.id not in generation.ranks)
 
 
-def describe_wait(machine: Membership, refused_at: str = "") -> str:
-    """Empty where it waits for others that are about to answer, or has a part. `refused_at`: see `Links`."""
+def describe_wait(machine: Membership, unanswered: str = "") -> str:
+    """Empty where it waits for others that are about to answer, or has a part. `unanswered`: see `Links`."""
     roster, num_founding, me = machine.committed, machine.leading.num_founding, machine.me
     leader = machine.find(machine.leader or "")
     if machine.round is not None or machine.over is not None:
         return ""
     if roster is None or leader is None:
-        why = f"; who listens at {refused_at} refuses it: is its ZORSELIKE_JOB_TOKEN the job's?"
-        return "waits for a member of its job to answer" + (why if refused_at else "")
+        return "waits for a member of its job to answer" + (f" ({unanswered})" if unanswered else "")
     job = f"the job that {leader.host}:{leader.port} leads"
     if num_founding:
         return (
