@@ -27,6 +27,8 @@ from zorselike.checkpoint.lease import Lease
 from zorselike.checkpoint.read import read_manifest
 from zorselike.errors import CheckpointError
 from zorselike.runtime.pipeline import HeteroPipeline
+from zorselike.runtime.state.save import Save
+from zorselike.train import checkpoints as checkpoints_of_runs
 from zorselike.train.checkpoints import RunCheckpoints
 from zorselike.train.config.config import Checkpoint, Config, Job, Training
 
@@ -312,6 +314,28 @@ def test_a_best_that_is_not_saved_is_no_mark_for_those_after_it(tmp_path: Path, 
         pipe.num_steps = step
         checkpoints.save_if_due(step, validation_loss=loss)
     assert saved == [1, 3]
+
+
+def test_who_waits_for_a_disk_that_does_not_answer_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoints_of_runs, "_SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(checkpoints_of_runs.logger, "propagate", True)
+    config = Config(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(enable=True))
+    save = Save(7, tmp_path)
+
+    def answer() -> Path:
+        save.path = tmp_path
+        return tmp_path
+
+    monkeypatch.setattr(save, "wait", answer)
+    pipe: Any = SimpleNamespace(num_steps=7, rank=0, save=lambda *_, **__: save)
+    model: Any = SimpleNamespace(name="m", folder=None)
+    rows: Any = SimpleNamespace(fingerprint=str)
+    nothing: Any = None
+    checkpoints = RunCheckpoints(config, pipe, nothing, model, nothing, rows)
+    checkpoints.save_last(is_finished=False)
+    assert f"waits for the save of step 7, still on its way into {tmp_path}, where older" in caplog.text
 
 
 @contextmanager

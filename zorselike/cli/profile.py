@@ -107,14 +107,14 @@ class ProfileCommand(FolderOptions):
         from zorselike.profiler.processes import read_timeout
         from zorselike.profiler.session import measure
         from zorselike.runtime.processes.device import find_device, lacks_bf16
-        from zorselike.runtime.processes.processes import join_processes
         from zorselike.runtime.processes.world import check_world
+        from zorselike.runtime.watched import join_watched
 
         device = find_device(
             self.device,
             without_gpu="--device cuda: torch finds no GPU here; leave it out, or give --device cpu",
         )
-        with join_processes(device, timeout=read_timeout(self.timeout)) as processes:
+        with join_watched(device, timeout=read_timeout(self.timeout)) as processes:
             processes.gather_or_raise(lambda: check_world(processes.infos))
             slow = sorted({info.device_name for info in processes.infos if lacks_bf16(info)})
             if slow and self.dtype == "bfloat16" and processes.rank == 0:

@@ -42,6 +42,8 @@ from zorselike.train.parts import take_weights
 
 logger = logging.getLogger("zorselike")
 
+_SAY_AFTER_S = 60.0
+"""Whoever waits so long for a save is told for which."""
 _EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -291,6 +293,13 @@ class RunCheckpoints:
         """Waits for the save on its way, and says how it ended."""
         assert self._on_its_way is not None
         (save, best), self._on_its_way = self._on_its_way, None
+        if not save.finished.wait(_SAY_AFTER_S) and self._pipe.rank == 0:
+            logger.warning(
+                "waits for the save of step %d, still on its way into %s, where older ones are as they were: "
+                "a disk of some node is slow, or does not answer",
+                save.step,
+                save.folder,
+            )
         try:
             path = save.wait()
         except CheckpointError as error:

@@ -25,9 +25,9 @@ from zorselike.runtime.processes.processes import (
     Peers,
     Processes,
     choose_backend,
-    join_processes,
     make_processes,
 )
+from zorselike.runtime.watched import join_watched
 from zorselike.text.wording import count
 from zorselike.train.config.config import Config
 from zorselike.train.report.colors import PlainFormatter
@@ -65,7 +65,7 @@ def join_job(config: Config, plan: Plan | None) -> AbstractContextManager[Proces
         config.hetero.device,
         without_gpu='[hetero] device = "cuda", but torch finds no GPU here; set it to "cpu"',
     )
-    return join_processes(device, timeout=timedelta(seconds=config.comm.init_timeout_seconds))
+    return join_watched(device, timeout=timedelta(seconds=config.comm.init_timeout_seconds))
 
 
 @contextmanager
@@ -90,6 +90,8 @@ def narrow(processes: Processes, members: Sequence[int]) -> Iterator[Processes |
         on_loss=lambda failures: lost.update((each.rank, each) for each in failures),
     )
     alarm.idle()
+    if processes.alarm is not None:
+        processes.alarm.abandon()
     try:
         if processes.rank not in members:
             yield None

@@ -291,7 +291,7 @@ def _build_pipeline(
     config: Config, plan: Plan, model: nn.Module, world: Processes, *, skip_init: bool = False
 ) -> HeteroPipeline:
     with _naming_plan_file(config):
-        return HeteroPipeline(
+        pipe = HeteroPipeline(
             model,
             plan,
             optimizer=build_optimizer_factory(config.optimizer),
@@ -303,6 +303,9 @@ def _build_pipeline(
             seed=config.debug.seed,
             skip_init=skip_init,
         )
+    if world.alarm is not None:
+        world.alarm.abandon()
+    return pipe
 
 
 def _log_deferral(config: Config, pipe: HeteroPipeline, world: Processes) -> None:

@@ -171,13 +171,19 @@ OutOfMemoryError: ...; this rank (0) was in 1B0 and stops.
         if page is not None:
             page.close()
 
-    def abandon(self) -> None:
-        """Leaves at once, whatever the others do; that it does so is no failure to them."""
+    def abandon(self, *, wait_s: float = 0.0) -> None:
+        """Leaves at once, whatever the others do; that it does so is no failure to them.
+
+        Args:
+            wait_s: how long to wait for them to hear so, as a process should that ends afterwards.
+        """
         watch, self._watch = self._watch, None
         if watch is None:
             return
         atexit.unregister(self._at_exit)
         watch.end()  # It says so to the others, and ends by itself a second later.
+        if wait_s:
+            watch.join(wait_s)
         page, self._whereabouts.page = self._whereabouts.page, None
         if page is not None:
             page.close()

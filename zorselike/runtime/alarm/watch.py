@@ -271,7 +271,8 @@ class Watch(threading.Thread):
 
     def _beat(self, now: float) -> None:
         state = self._own_state()
-        self._stall.look(state, now)
+        if state.has_acted or self._limits.start_silence_s is not None:
+            self._stall.look(state, now)
         # One that does not read for hours (a debugger) must not fill the memory.
         message = {"kind": "beat", "content": asdict(state)}
         for watched in self._present():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.launcher_store import open_store
 from zorselike.runtime.processes.world import ProcessInfo, describe_process, device_type, gather_world
 from zorselike.text.wording import first_line
+
+if TYPE_CHECKING:
+    from zorselike.runtime.alarm.alarm import Alarm
 
 T = TypeVar("T")
 
@@ -99,6 +102,8 @@ class Processes(Peers):
     """All ranks over Gloo, for agreements between and beside steps."""
     timeout: timedelta
     """How long ranks wait for each other at the start."""
+    alarm: Alarm | None = None
+    """That ends all with one of them, to be abandoned once something else does."""
 
     @property
     def size(self) -> int:
