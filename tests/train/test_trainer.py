@@ -280,7 +280,7 @@ def test_what_a_recipe_asks_of_the_pipeline(
     asked: dict[str, Any] = {}
     monkeypatch.setattr(trainer, "HeteroPipeline", lambda *_, **options: asked.update(options))
     request = parse_command_line(["--config", str(RECIPES / "debug_cpu.toml"), *arguments.split()])
-    world = SimpleNamespace(device=torch.device("cpu"))
+    world = SimpleNamespace(device=torch.device("cpu"), alarm=None)
     plan = Plan.load(request.config.hetero.plan)
     trainer._build_pipeline(request.config, plan, debug_llama.build_on_meta(), world)  # type: ignore[arg-type]
     assert (asked["param_dtype"], asked["compile"]) == (dtype, compiles)
