@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch
 
 from zorselike.errors import USER_ERRORS
-from zorselike.runtime._compat import default_store
+from zorselike.runtime._compat import Store
 from zorselike.runtime.alarm.alarm import Alarm
+from zorselike.runtime.processes.identity import find_identity
 from zorselike.runtime.processes.processes import Processes, join_processes
 
 _TOLD_S = 1.0
@@ -20,19 +21,24 @@ _TOLD_S = 1.0
 
 @contextmanager
 def join_watched(device: torch.device, *, timeout: timedelta) -> Iterator[Processes]:
-    """As `join_processes`; while data are read, devices measured and models built, the end of one process
-    ends all, within seconds and with its reason.
+    """As `join_processes`; from when all have come, while they connect, read data, measure devices and build
+    models, the end of one process ends all, within seconds and with its reason.
 
     What users can mend all raise alike, and each says it. Who takes long is not taken for lost.
     """
-    with join_processes(device, timeout=timeout) as processes:
-        store = default_store()
-        alarm = Alarm(processes.rank, processes.size, store, silence_s=None, start_silence_s=None)
-        try:
-            yield replace(processes, alarm=alarm)
-        except Exception as error:
-            if not isinstance(error, USER_ERRORS):
-                alarm.fail(error)
-            raise
-        finally:
+    alarms: list[Alarm] = []
+
+    def watch(store: Store) -> None:
+        me = find_identity()
+        alarms.append(Alarm(me.rank, me.size, store, silence_s=None, start_silence_s=None))
+
+    try:
+        with join_processes(device, timeout=timeout, on_arrival=watch) as processes:
+            yield replace(processes, alarm=alarms[0]) if alarms else processes
+    except Exception as error:
+        if alarms and not isinstance(error, USER_ERRORS):
+            alarms[0].fail(error)
+        raise
+    finally:
+        for alarm in alarms:
             alarm.abandon(wait_s=_TOLD_S)

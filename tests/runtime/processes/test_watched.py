@@ -13,6 +13,7 @@ import torch
 from ranks import RunRanks, free_port
 
 from zorselike.errors import ConfigError
+from zorselike.runtime.processes import processes as joining
 from zorselike.runtime.processes.processes import Processes
 from zorselike.runtime.watched import join_watched
 
@@ -37,6 +38,8 @@ def end(how: str, rank: int, processes: Processes) -> None:
 
 def start(rank: int, world_size: int, port: int, how: str, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if how == "early" and rank == 1:
+        joining.make_processes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     try:
         with join_watched(CPU, timeout=LIMIT) as processes:
             end(how, rank, processes)
@@ -45,14 +48,19 @@ def start(rank: int, world_size: int, port: int, how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("killed", "its process ended without"), ("raises", "cannot build")]
+    ("how", "reason"),
+    [
+        ("early", "ended without a word"),
+        ("killed", "ended without a word"),
+        ("raises", "cannot build"),
+    ],
 )
 def test_one_that_ends_at_the_start_ends_all(
     run_ranks: RunRanks, tmp_path: Path, how: str, reason: str
 ) -> None:
     exits = run_ranks(start, 3, free_port(), how, str(tmp_path), allow_exit=True, init=False)
     for ended in exits:
-        if (ended.rank, how) != (1, "killed"):
+        if ended.rank != 1 or how == "raises":
             assert ended.code == 1 and reason in ended.last_line, ended
             assert ended.last_line.startswith("zorselike: rank 1 failed first, in start-up: "), ended
 

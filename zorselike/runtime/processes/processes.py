@@ -22,9 +22,11 @@ from zorselike.runtime.processes.world import ProcessInfo, describe_process, dev
 from zorselike.text.wording import first_line
 
 if TYPE_CHECKING:
+    from zorselike.runtime._compat import Store
     from zorselike.runtime.alarm.alarm import Alarm
 
 T = TypeVar("T")
+OnArrival = Callable[["Store"], object]
 
 _PATIENCE = timedelta(days=1)
 """How long agreements wait: one rank may tokenize, or measure, for hours longer than another, and one that
@@ -145,15 +147,19 @@ def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 @contextmanager
 def join_processes(
-    device: torch.device, *, timeout: timedelta, described: torch.device | None = None
+    device: torch.device,
+    *,
+    timeout: timedelta,
+    described: torch.device | None = None,
+    on_arrival: OnArrival | None = None,
 ) -> Iterator[Processes]:
     """Joins the processes that a launcher started; one without a launcher stands alone.
 
     `device`: whose network carries `everyone`; `described`: the device that this process says it computes
-    on, if it is another. Raises `ClusterError` where the processes do not find each other in time, or some
-    are of an elastic job.
+    on, if it is another; `on_arrival`: see `connect`. Raises `ClusterError` where the processes do not find
+    each other in time, or some are of an elastic job.
     """
-    connect(device, timeout=timeout)
+    connect(device, timeout=timeout, on_arrival=on_arrival)
     processes = make_processes(device, timeout=timeout, described=described)
     has_ended_well = False
     try:
@@ -190,9 +196,9 @@ def choose_backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
-def connect(device: torch.device, *, timeout: timedelta) -> None:
+def connect(device: torch.device, *, timeout: timedelta, on_arrival: OnArrival | None = None) -> None:
     """Makes the default process group; raises `ClusterError` where ranks do not find each other in time, or
-    some are of an elastic job."""
+    some are of an elastic job. `on_arrival`: called with their store before, once all have come."""
     identity, backend = find_identity(), choose_backend(device)
     allow_many_files()
     try:
@@ -201,6 +207,8 @@ def connect(device: torch.device, *, timeout: timedelta) -> None:
             arrival = Arrival(store, identity, timeout)
             arrival.arrive(is_elastic=False)
             store = arrival.store
+            if on_arrival is not None:
+                on_arrival(store)
         dist.init_process_group(
             backend, store=store, rank=identity.rank, world_size=identity.size, timeout=timeout
         )
