@@ -7,6 +7,17 @@ int cuCtxGetCurrent(void **context) {
   return 0;
 }
 
+/* What Triton asks before it takes a kernel for one that can run. */
+int cuDeviceGetAttribute(int *value, int attribute, int card) {
+  *value = attribute == 97 ? 232448 : 1024; /* Shared memory of a block. */
+  return 0;
+}
+
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+  *value = attribute == 0 ? 1024 : 0; /* Threads of a block; registers and memory beside. */
+  return 0;
+}
+
 int cuDevicePrimaryCtxGetState(int card, unsigned *flags, int *is_active) {
   *flags = 0;
   *is_active = pretended_context ? pretended_context(card) : 0;

@@ -201,6 +201,12 @@ def _autocast(ranks: int, folder: Path) -> None:
         _train_tiny(plan_one_group(ranks, recompute="layer"), folder)
 
 
+def _compiled(ranks: int, folder: Path) -> None:
+    """Each layer is compiled, and computed again; all is offloaded."""
+    plan = plan_one_group(ranks, offload=OFFLOAD_KINDS, recompute="layer")
+    _train_tiny(plan, folder, "bfloat16", compile=True)
+
+
 def _defaults(ranks: int, folder: Path) -> None:
     """New tensors are on the card and in bf16, if nothing is said."""
     import torch
@@ -445,6 +451,7 @@ SCENES = {
     ),
     "fp16": Scene("one group, fp16 with a loss scale", _one_group("float16")),
     "autocast": Scene("layers computed again under torch.autocast", _autocast),
+    "compiled": Scene("layers compiled and computed again, everything offloaded, bf16", _compiled),
     "defaults": Scene("torch's default device is the card, its default dtype bf16", _defaults),
     "optimizers": Scene("forms of AdamW, SGD, NAdam; clipped by ministages", _optimizers),
     "broken-off": Scene("a step raises, and the next ones go on", _broken_off, most=1),
