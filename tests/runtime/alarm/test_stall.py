@@ -47,7 +47,8 @@ def test_a_rank_speaks_after_ten_minutes_at_one_place_and_then_less_often(
     waits += [f"recv {i}" for i in range(10)]
     now += 16 * LIMIT_S
     seen.look(State("", 5), now)  # but not if its GPU waits.
-    assert len(said) == 1 and "of rank 1 waits in NCCL, first of all for: recv 0; recv 1;" in said.pop()
+    assert len(said) == 1 and "of rank 1 waits in NCCL, first of all for: recv 0; recv 1;" in said[0]
+    assert "and 2 more; in a step, who waits for a whole GPU" in said.pop()
     waits.clear()
     for _ in range(30):
         seen.look(State("2B1", 5), now)

@@ -48,5 +48,7 @@ class Stall:
             more = f", and {len(waits) - _MOST_LISTED} more" if len(waits) > _MOST_LISTED else ""
             self._say(
                 f"zorselike: the GPU of rank {self._rank} waits in NCCL, first of all for: "
-                f"{'; '.join(waits[:_MOST_LISTED])}{more}\n"
+                f"{'; '.join(waits[:_MOST_LISTED])}{more}; in a step, who waits for a whole GPU "
+                "keeps it from sending: a forward by torch.cuda.synchronize (leave it out), or an allocator "
+                "short of memory (give this rank less)\n"
             )

@@ -8,7 +8,9 @@ a receive that is posted early would wait for what the other rank computes from 
 
 In its first step and its first evaluation of inputs of a shape a pipeline uses Gloo alone. A receive or send
 of NCCL that waits occupies the GPU, and launching a kernel for the first time waits for all that the GPU runs
-("Lazy Loading" in the CUDA programming guide): two ranks that do so at once would wait for each other.
+("Lazy Loading" in the CUDA programming guide): two ranks that do so at once would wait for each other. So
+would they later, each before it sends what the other's posted receive waits for, if both wait for all that
+their GPUs run: by a forward's `torch.cuda.synchronize`, or by an allocator that gives memory back.
 """
 
 from __future__ import annotations
