@@ -22,6 +22,7 @@ from zorselike.plan.plan import OFFLOAD_KINDS
 from zorselike.runtime import _compat
 from zorselike.runtime.memory import host_backed
 from zorselike.schedule.actions import Action
+from zorselike.schedule.contract import MOST_DIRECT_EDGES
 
 from ...bench.forked import run_forked
 from .part import Record
@@ -102,6 +103,41 @@ def disturbing(seed: int) -> Iterator[Disturbance]:
             yield own
         finally:
             torch.cuda.Stream.__new__ = staticmethod(make)  # type: ignore[method-assign]
+
+
+_POOL = 32
+"""Streams that torch deals of each priority."""
+_WAIT_CYCLES, _LOOK_S = 1 << 30, 0.2
+"""How long a stream waits, which is longer than until it is looked which others got through."""
+
+
+def run_queues(record: Record) -> None:
+    """Streams share hardware queues: which of those that torch deals stand behind receives that wait."""
+    if record.is_small:
+        record.leave_out("streams beside those that wait", "there is no device here")
+        return
+    device = device_of("cuda")
+    streams = [torch.cuda.Stream(device, priority=priority) for priority in (0, -1) for _ in range(_POOL)]
+    scratch = torch.zeros(len(streams), 1, device=device)
+
+    def start(number: int, *, waits: bool) -> torch.cuda.Event:
+        with torch.cuda.stream(streams[number]):
+            if waits:
+                torch.cuda._sleep(_WAIT_CYCLES)
+            scratch[number].add_(1)  # Behind a wait it is this that stands at the head of a queue.
+            return torch.cuda.current_stream().record_event()
+
+    for waiting in (0, 1, MOST_DIRECT_EDGES // 2, MOST_DIRECT_EDGES):  # The first loads the kernels.
+        torch.cuda.synchronize()
+        first = [start(number, waits=True) for number in range(waiting)]
+        others = [start(number, waits=False) for number in range(waiting, len(streams))]
+        time.sleep(_LOOK_S)
+        assert not any(event.query() for event in first), "they waited too briefly"
+        held = [number for number, event in enumerate(others, waiting) if not event.query()]
+        record.put(f"held back by {waiting}", held)
+        record.say(f"behind {waiting} streams that wait stand {len(held)} of {len(others)}: {held}")
+        copies = [number for number in held if number >= _POOL]
+        record.check(f"{waiting} streams that wait hold none of the runtime's back", not copies, str(copies))
 
 
 def run_delays(record: Record) -> None:

@@ -37,6 +37,7 @@ LETTERS = {
                 "delays:run_delays",
                 150,
             ),
+            Part("queues", "which streams stand behind receives that wait", "delays:run_queues", 20),
             Part("pinning", "how fast host memory is pinned", "machine:run_pinning", 60),
             Part("links", "copies each way, and forks beside pinned memory", "machine:run_links", 40),
             Part(
