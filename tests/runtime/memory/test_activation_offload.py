@@ -148,22 +148,26 @@ class Strict(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.strides = x.stride()
+        ctx.strides, ctx.values = x.stride(), x.tolist()
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        assert x.stride() == ctx.strides
+        assert x.stride() == ctx.strides and x.tolist() == ctx.values
         return grad
 
 
 def keep_strides(rank: int, world_size: int) -> None:
-    """Of a third of each row, in two parts and transposed, as of fused projections; and of whole rows."""
-    offload, _ = make_offload(keeps_strides=True)
+    """Of a third of each row, in two parts and transposed, as of fused projections; of whole rows; and of a
+    row that stands for several. What lies between is kept for the last alone, which shares memory."""
+    offload, memory = make_offload(keeps_strides=True)
     with offload.keeping(KEY):
         z = torch.arange(48.0).view(4, 12).requires_grad_() * 1
-        total = Strict.apply(z[:1].T).sum() + Strict.apply(z[:, :4].view(4, 2, 2).transpose(0, 1)).sum()
+        total = Strict.apply(z[:1].T).sum() + Strict.apply(z[:, 1:5].view(4, 2, 2).transpose(0, 1)).sum()
+        assert memory.ledger.held("activations", "device") == 4 * (12 + 16)
+        total = total + Strict.apply((z * 1)[:1, :4].expand(2, 4)).sum()
+        assert memory.ledger.held("activations", "device") == 4 * (12 + 16 + 48)
     offload.offload(KEY)
     offload.finish()
     offload.load(KEY)

@@ -55,6 +55,8 @@ class Saved:
     requires_grad: bool
     is_conjugate: bool = False
     """Whether it was a conjugate view of that."""
+    spread: tuple[int, ...] | None = None
+    """The strides that it is to have, if those of what is kept, without the gaps, are others."""
     fault: str = ""
     """Why it must not be used: it was changed in place since."""
 
@@ -65,6 +67,9 @@ class Saved:
         assert device is not None, "a backward needs activations that were not loaded"
         made = torch.empty(0, dtype=self.dtype, device=device.device)
         made.set_(device.untyped_storage(), self.offset, self.size, self.stride)
+        if self.spread is not None:
+            spread = torch.empty_strided(self.size, self.spread, dtype=self.dtype, device=device.device)
+            made = spread.copy_(made)
         return (made.conj() if self.is_conjugate else made).requires_grad_(self.requires_grad)
 
 
@@ -164,15 +169,16 @@ class ActivationOffload:
         is_out = any(address in excluded for excluded in self._excluded)
         if not address or is_out or view.device != self._device:
             return tensor
-        kept = self._recording.kept.get(address)
+        kept, strides = self._recording.kept.get(address), tuple(view.stride())
         if kept is None:
             is_small = view.numel() * view.itemsize < _WHOLE_SHARE * view.untyped_storage().nbytes()
-            if is_small and not (self._keeps_strides and _has_gaps(view)):
+            if is_small and not (self._keeps_strides and 0 in strides):
                 view = view.clone()
             kept = self._keep(view)
         offset = int(view.storage_offset())
         size, stride = tuple(view.size()), tuple(view.stride())
-        return Saved(kept, view.dtype, size, stride, offset, requires_grad, is_conjugate=is_conjugate)
+        spread = strides if self._keeps_strides and stride != strides else None
+        return Saved(kept, view.dtype, size, stride, offset, requires_grad, is_conjugate, spread)
 
     def _keep(self, view: Tensor) -> _Kept:
         assert self._recording is not None
@@ -269,11 +275,6 @@ class ActivationOffload:
             self.arrive(key)  # Host memory that is still read on its way back is not written again.
             self.drop(key)
         self.finish()
-
-
-def _has_gaps(view: Tensor) -> bool:
-    """Whether a copy would have other strides."""
-    return torch.empty_like(view, device="meta").stride() != view.stride()
 
 
 def _unpack(saved: Any) -> Any:
