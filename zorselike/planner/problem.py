@@ -206,6 +206,11 @@ class PlanProblem:
         """Between some devices, whose groups may span regions or not."""
         return read_bandwidths(self.cluster, devices, span_regions=self.spans_regions)
 
+    def describe_speed(self, iterations_per_s: float) -> str:
+        """`0.5 iterations/s (65,536 tokens/s)`: a user may have asked for either."""
+        tokens_per_s = iterations_per_s * self.global_batch * self.workload.sequence_length
+        return f"{iterations_per_s:.4g} iterations/s ({tokens_per_s:,.0f} tokens/s)"
+
     @cached_property
     def parameter_bytes(self) -> ParameterBytes:
         """What one parameter of the model takes."""

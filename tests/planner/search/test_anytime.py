@@ -119,6 +119,8 @@ def test_devices_that_are_left_out_are_told_of():
     fast, chosen = make_simulated("0123", 10.0, 9.0), make_simulated("01", 10.05, 4.0)
     (told,) = describe_unused(problem, chosen, [fast, chosen])
     assert told.startswith("2 T4 of b left out: ") and "0.50% faster" in told and "--all-devices" in told
+    (told,) = describe_unused(problem, chosen, [make_simulated("0123", 5.0, 9.0), chosen])
+    assert "takes 5 s a step, 101.00% faster" in told
     (told,) = describe_unused(problem, chosen, [chosen])
     assert "no plan found with more of them" in told
     assert describe_unused(problem, fast, [fast, chosen]) == []

@@ -130,8 +130,9 @@ def _refuse(problem: PlanProblem, bounds: DeviceBounds) -> None:
         whose = f"of any {count(problem.max_devices, 'device')}"
     if problem.min_throughput * bounds.floor_s > 1 + _SLACK:
         raise NothingFitsError(
-            f"plan: at least {problem.min_throughput:g} iterations/s cannot be reached: a step {whose} takes "
-            f"{bounds.floor_s:.4g} s of computation at least, {1 / bounds.floor_s:.4g} iterations/s; "
+            f"plan: at least {problem.describe_speed(problem.min_throughput)} cannot be reached: a step "
+            f"{whose} takes {bounds.floor_s:.4g} s of computation at least, "
+            f"{problem.describe_speed(1 / bounds.floor_s)}; "
             "ask for less, make the batch smaller, or allow more devices"
         )
     if isfinite(problem.max_cost_per_iteration):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import isclose
 
 from zorselike.plan.plan import OFFLOAD_KINDS, Group
 from zorselike.planner.answer import Planned
@@ -22,11 +23,19 @@ _SEEN_MEMORY = 0.02
 
 def drop_alike(plans: Sequence[Planned]) -> list[Planned]:
     """Without those of which nothing is told that an earlier one does not have as well."""
-    told: dict[tuple[str, ...], Planned] = {}
+    kept: list[tuple[list[str], Planned]] = []
     for planned in plans:
-        settings = (describe(planned) for describe in _list_settings(plans).values())
-        told.setdefault((*settings, f"{planned.case.simulation.iteration_s:.4g}"), planned)
-    return list(told.values())
+        settings = [describe(planned) for describe in _list_settings(plans).values()]
+        if not any(settings == told and _is_as_good(planned, earlier) for told, earlier in kept):
+            kept.append((settings, planned))
+    return [planned for _, planned in kept]
+
+
+def _is_as_good(planned: Planned, other: Planned) -> bool:
+    one, two = planned.case.simulation, other.case.simulation
+    return isclose(one.iteration_s, two.iteration_s, rel_tol=_SEEN) and isclose(
+        one.cost, two.cost, rel_tol=_SEEN
+    )
 
 
 def tabulate_plans(plans: Sequence[Planned]) -> list[str]:
@@ -157,7 +166,7 @@ def _list_losses(best: Planned, other: Planned) -> Iterator[str]:
 def _list_gains(best: Planned, other: Planned) -> Iterator[str]:
     first, second = best.case, other.case
     if second.simulation.iteration_s < first.simulation.iteration_s * (1 - _SEEN):
-        yield f"is {1 - second.simulation.iteration_s / first.simulation.iteration_s:.1%} faster"
+        yield f"is {first.simulation.iteration_s / second.simulation.iteration_s - 1:.1%} faster"
     if second.simulation.cost < first.simulation.cost * (1 - _SEEN):
         yield f"is {1 - second.simulation.cost / first.simulation.cost:.1%} cheaper"
     for noun, before, after in (

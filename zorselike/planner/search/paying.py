@@ -76,7 +76,8 @@ def _compare(problem: PlanProblem, chosen: SimulatedCandidate, other: SimulatedC
             return "the fixed groups have none of them"
         return "no plan found with more of them that keeps all limits looked better by its estimate"
     change = other.iteration_s / chosen.iteration_s - 1
-    told = f"{-change:.2%} faster" if change < 0 else f"{change:.1%} slower"
+    gain = chosen.iteration_s / other.iteration_s - 1
+    told = f"{gain:.2%} faster" if gain > 0 else f"{change:.1%} slower"
     seconds = f"the best plan found with more of them takes {other.iteration_s:.4g} s a step, {told}"
     if not chosen.cost:
         return seconds

@@ -288,12 +288,12 @@ class _Search:
                 f"at most {problem.max_cost_per_iteration:g} {problem.cluster.currency} an iteration"
             )
         if problem.min_throughput:
-            asked.append(f"at least {problem.min_throughput:g} iterations/s")
+            asked.append(f"at least {problem.describe_speed(problem.min_throughput)}")
         return (
             f"plan: none of the {self._budget.num_simulated} plans that were simulated keeps "
             f"{' and '.join(asked)}; the nearest costs {found.cost:.4g} {problem.cluster.currency} an "
-            f"iteration and makes "
-            f"{1 / found.iteration_s:.4g} iterations/s; ease what is asked for, or search longer"
+            f"iteration and makes {problem.describe_speed(1 / found.iteration_s)}; "
+            "ease what is asked for, or search longer"
         )
 
     def _finish(self, found: SimulatedCandidate, case: SimulatedPlan) -> Planned:
