@@ -157,6 +157,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("[checkpoint]\nload_step = -2\n", "[checkpoint] load_step is -2; give a step, or -1 for the newest"),
+        ("[lora]\nrank = 5\n", "[lora] rank = 5: there are no adapters without enable = true"),
         ("[checkpoint]\nload_step = 5\n", "nothing is loaded without enable = true"),
         ("[checkpoint]\nenable = true\nkeep_best = true\n", "needs [checkpoint] enable = true and [valid"),
         ("[training]\nsteps = 0\n", "[training] steps is 0; give 1 or more"),
@@ -322,13 +323,17 @@ def test_a_flag_that_says_nothing_is_refused(arguments: str, needed: str) -> Non
         "--elastic.no_enable",
         "--checkpoint.upload=",
         "--model.name=hf --model.path=p --model.flavor=",
+        "--lora.no_enable",
     ],
 )
 def test_what_is_off_may_be_said(arguments: str, tmp_path: Path) -> None:
     text = (
         '[hetero]\nplan = "p.toml"\n[validation]\nfreq = 3\n[checkpoint]\ninterval = 7\nupload = "s3://b"\n'
         "[debug]\ndeterministic_warn_only = true\n[profiling]\nprofile_freq = 1\n"
+        "[elastic]\nenable = false\nmin_ranks = 2\n"
     )
+    if "lora" in arguments:
+        text += "[lora]\nenable = true\nrank = 8\n"
     parse_command_line(["--config", str(write(tmp_path, text)), *arguments.split()])
 
 

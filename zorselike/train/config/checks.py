@@ -66,8 +66,12 @@ def check_given(config: Config, given: Collection[str]) -> None:
                 )
 
 
-def check_config(config: Config) -> None:
-    """Raises `ConfigError` for the first value that no run can use, naming section, key and mend."""
+def check_config(config: Config, *, said: Collection[str] = ()) -> None:
+    """Raises `ConfigError` for the first value that no run can use, naming section, key and mend.
+
+    `said`: `section.enable` of each section of which recipe or command line say whether it is on. One that is
+    off without that was forgotten, if it has other keys.
+    """
     try:
         for section in fields(Config):
             check_dataclass(getattr(config, section.name), f"[{section.name}] ")
@@ -110,7 +114,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f'[model] name = "{HUGGING_FACE}" needs the folder of a Hugging Face model: path = "DIR"'
         )
-    _check_lora(config)
+    _check_lora(config, said)
     checkpoint = config.checkpoint
     for key, unused in (("load_step", -1), ("initial_load_path", "")):
         if getattr(checkpoint, key) != unused and not checkpoint.enable:
@@ -127,7 +131,7 @@ def check_config(config: Config) -> None:
                 f'[hetero] {key} = "{getattr(hetero, key)}": is for plan = "{AUTO}"; remove it, or plan '
                 "that way"
             )
-    _check_elastic(config)
+    _check_elastic(config, said)
 
 
 def _check_parallelism(config: Config) -> None:
@@ -144,10 +148,10 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(f"{where}: [elastic] enable = true begins with a plan: {_NAME_A_PLAN}")
 
 
-def _check_elastic(config: Config) -> None:
+def _check_elastic(config: Config, said: Collection[str]) -> None:
     elastic, hetero = config.elastic, config.hetero
     if not elastic.enable:
-        for key in fields(Elastic):
+        for key in fields(Elastic) if "elastic.enable" not in said else ():
             if getattr(elastic, key.name) != key.default:
                 raise ConfigError(
                     f"[elastic] {key.name} = {getattr(elastic, key.name)!r}: says nothing without enable = "
@@ -166,10 +170,10 @@ def _check_elastic(config: Config) -> None:
         )
 
 
-def _check_lora(config: Config) -> None:
+def _check_lora(config: Config, said: Collection[str]) -> None:
     lora = config.lora
     if not lora.enable:
-        for key in fields(Lora):
+        for key in fields(Lora) if "lora.enable" not in said else ():
             if getattr(lora, key.name) != key.default:
                 raise ConfigError(
                     f"[lora] {key.name} = {getattr(lora, key.name)!r}: there are no adapters without "

@@ -94,8 +94,9 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Request:
         raise SystemExit(0)
     config = Config(**{field.name: getattr(parsed, field.name) for field in fields(Config)})
     config = _expand_home(config)
-    check_config(config)
-    check_given(config, _list_given(arguments))
+    given = _list_given(arguments)
+    check_config(config, said={*given, *_list_said(path)})
+    check_given(config, given)
     return Request(config=config, config_path=path, dry_run=parsed.dry_run)
 
 
@@ -185,6 +186,12 @@ def _list_given(arguments: Sequence[str]) -> list[str]:
     parts = [name.partition(".") for name in names]
     found = [f"{section}.{key.removeprefix('no_')}" for section, _, key in parts]
     return [name for name in found if name in _ALL_KEYS]
+
+
+def _list_said(path: Path | None) -> list[str]:
+    """`section.enable` of the sections of which a recipe, which has been read, says whether they are on."""
+    content = {} if path is None else parse_text(read_text(path, "recipe"), "TOML")
+    return [f"{section}.enable" for section, table in content.items() if "enable" in table]
 
 
 _ALL_KEYS = frozenset(
