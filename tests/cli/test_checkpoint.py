@@ -76,6 +76,20 @@ def test_where_nothing_is_every_command_says_so(capsys: pytest.CaptureFixture[st
         assert "holds no complete checkpoint" in fail(capsys, command, tmp_path)
 
 
+def test_beside_checkpoints_it_is_said_where_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a job's folder in place of the one in it; and of what a run has handed on."""
+    checkpoints = tmp_path / "outputs" / "checkpoint"
+    save(checkpoints, 10, TENSORS)
+    newest = save(checkpoints, 20, TENSORS)
+    for command in (["ls"], ["verify"], ["show"]):
+        assert fail(capsys, *command, tmp_path / "outputs").endswith(f"; there is {newest}\n")
+    model = checkpoints / "model-step-00000020"
+    model.mkdir()
+    assert "is a model that a run handed on: `zorselike checkpoint import`" in fail(capsys, "verify", model)
+
+
 def test_verify_takes_the_newest_complete_one(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert main(["checkpoint", "verify", str(folder)]) == 1  # Though what it takes is whole.
     captured = capsys.readouterr()

@@ -25,7 +25,7 @@ from zorselike.checkpoint.layout import (
     step_of,
 )
 from zorselike.checkpoint.manifest import Manifest
-from zorselike.checkpoint.read import SlicesReader, read_manifest
+from zorselike.checkpoint.read import SlicesReader, hint_elsewhere, read_manifest
 from zorselike.checkpoint.slices import make_folders, sync_folder, write_file
 from zorselike.errors import CheckpointError
 
@@ -176,7 +176,9 @@ def locate(path: Path) -> tuple[Path, tuple[Skipped, ...]]:
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such folder")
         why = "; ".join(one.reason for one in skipped)
-        raise CheckpointError(f"{path}: holds no complete checkpoint{': ' if why else ''}{why}")
+        raise CheckpointError(
+            f"{path}: holds no complete checkpoint{': ' if why else ''}{why or hint_elsewhere(path)}"
+        )
     return found.path, skipped
 
 

@@ -9,11 +9,21 @@ from itertools import product
 from pathlib import Path
 from typing import IO
 
-from zorselike.checkpoint.layout import CHUNK_BYTES, DTYPE_BYTES, MANIFEST
+from zorselike.checkpoint.layout import CHUNK_BYTES, DTYPE_BYTES, MANIFEST, is_model_folder, step_of
 from zorselike.checkpoint.manifest import FileRecord, Manifest, SliceRecord
 from zorselike.checkpoint.slices import as_bytes
 from zorselike.errors import CheckpointError
 from zorselike.plan.holdings import Box, subtract
+
+
+def hint_elsewhere(root: Path) -> str:
+    """Of a folder that is no checkpoint, what to do: it is a model, or checkpoints lie in it or one below."""
+    if is_model_folder(root.name):
+        return "; it is a model that a run handed on: `zorselike checkpoint import` makes a checkpoint of one"
+    steps = [
+        path for pattern in ("*", "*/*") for path in root.glob(pattern) if step_of(path.name) is not None
+    ]
+    return f"; there is {max(steps, key=lambda path: path.name)}" if steps else ""
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -28,7 +38,9 @@ def read_manifest(root: Path) -> Manifest:
     except FileNotFoundError:
         if not root.exists():
             raise CheckpointError(f"{root}: there is no such folder") from None
-        raise CheckpointError(f"{path}: is missing, so {root} is no complete checkpoint") from None
+        raise CheckpointError(
+            f"{path}: is missing, so {root} is no complete checkpoint{hint_elsewhere(root)}"
+        ) from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: is damaged: byte {error.start} is not text") from None
     except OSError as error:

@@ -22,7 +22,7 @@ from zorselike.checkpoint.folder import (
     list_steps,
 )
 from zorselike.checkpoint.manifest import Manifest
-from zorselike.checkpoint.read import read_manifest
+from zorselike.checkpoint.read import hint_elsewhere, read_manifest
 from zorselike.checkpoint.verify import verify
 from zorselike.cli.checkpoint.paths import CheckpointPath, find_checkpoint, find_newest_of, show_bytes_done
 from zorselike.errors import CheckpointError
@@ -142,7 +142,8 @@ def list_folder(folder: Path) -> str:
     for kind, state in _STATES.items():
         table += [(path.name, "", "", "", state) for _, path in list_leftovers(folder, kind)]
     if len(table) == 1:
-        raise CheckpointError(f"{folder}: {'holds no checkpoints' if folder.exists() else 'is not there'}")
+        why = f"holds no checkpoints{hint_elsewhere(folder)}" if folder.exists() else "is not there"
+        raise CheckpointError(f"{folder}: {why}")
     return "\n".join(align_columns(table, left=(0, 1, 4)))
 
 
