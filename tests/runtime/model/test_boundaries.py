@@ -254,6 +254,29 @@ def test_an_error_in_a_forward_names_ministage_and_shapes() -> None:
         trace(partition(nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)), plan), plan, torch.zeros(2, 3))
 
 
+class OnCard(nn.Module):
+    """Makes a tensor on a device that it names."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x + (x.cuda() if self.how == "moved" else torch.ones(DIM, device="cuda"))
+
+
+@pytest.mark.parametrize("how", ["moved", "made"])
+@pytest.mark.parametrize("split", [None, "export"])
+def test_a_forward_that_names_a_device_is_told_the_mend(how: str, split: Any) -> None:
+    plan = plan_over(["0"], ["1"])
+    with pytest.raises(ConfigError, match=r"\(test_boundaries.py:\d+\); .* as by device=x.device"):
+        trace(
+            partition(nn.Sequential(OnCard(how), OnCard(how)), plan, split=split), plan, torch.zeros(2, DIM)
+        )
+
+
 # -- copies --------------------------------------------------------------------------------
 
 

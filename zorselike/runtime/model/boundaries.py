@@ -348,8 +348,9 @@ def check_crossing(tensors: Sequence[Tensor], boundary: Signature, rows: int, wh
         raise ConfigError(
             f"{where} returns {_show_shapes(tensors)} for {rows} rows, but "
             f"{' and '.join(map(str, boundary.tensors))} when its shapes were found; they may depend "
-            "neither on values nor on what changes between calls (an autocast, a keyword argument), and "
-            "layers must return the dtype that they compute in (residual_in_fp32 = False in a config)"
+            "neither on values nor on what changes between calls (a keyword argument) nor on an autocast "
+            "(give param_dtype in its place), and layers must return the dtype that they compute in "
+            "(residual_in_fp32 = False in a config)"
         )
     for i, (tensor, spec) in enumerate(zip(tensors, boundary.tensors, strict=True)):
         if tensor.requires_grad and not spec.requires_grad:

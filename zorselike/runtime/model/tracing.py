@@ -192,12 +192,26 @@ def _contents(closure: Sequence[Any]) -> Iterator[Any]:
             yield cell.cell_contents
 
 
+_OF_ANOTHER_DEVICE = (
+    "found two different devices",
+    "all tensors to be on the same device",
+    "support for cuda devices",
+    "not compiled with CUDA",
+    "NVIDIA driver",
+)
+"""What torch says where a forward puts tensors on a device by its name: all of them are the host's here."""
+
+
 def find_place(error: BaseException) -> str:
-    """Where in a model's own code an error arose, as ` (model.py:12)`; empty where in none."""
+    """Where in a model's own code an error arose, as ` (model.py:12)`, empty where in none; and the mend, if
+    it is known."""
     frames = traceback.extract_tb(error.__traceback__)
     others = (*torch.__path__, *zorselike.__path__, "<")
     own = [frame for frame in frames if not frame.filename.startswith(others)]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    if any(words in str(error) for words in _OF_ANOTHER_DEVICE):
+        place += "; in a forward make tensors where its inputs are, as by device=x.device, and not on 'cuda'"
+    return place
 
 
 def lacks_member(error: BaseException) -> bool:
