@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpus import need_gpus
 from ranks import RunRanks
+from tiny import SEQUENCE, VOCABULARY, Decoder, adamw, module_names
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,6 +79,26 @@ def told(rank: int, world_size: int) -> list[list[Tensor]]:
 def test_recomputation_is_told_of_tensors_that_layers_are_given_by_keyword(run_ranks: RunRanks) -> None:
     (found,) = run_ranks(told, 1)
     assert found and all(any(len(tensor.shape) == 2 for tensor in tensors) for tensors in found)
+
+
+def count_forwards(rank: int, world_size: int, plan: Plan) -> dict[str, float]:
+    """What layers that count their forwards have counted in two steps."""
+    torch.manual_seed(0)
+    with HeteroPipeline(Decoder(2, counts=True), plan, optimizer=adamw) as pipe:
+        for _ in range(2):
+            rows = torch.randint(VOCABULARY, (3, SEQUENCE))
+            pipe.step_global(rows, rows)
+        return {name: t.item() for name, t in pipe.full_state_dict().items() if name.endswith("seen")}
+
+
+def test_what_changes_buffers_is_not_computed_again(run_ranks: RunRanks) -> None:
+    """They would be changed twice."""
+    rows = tuple(Microbatch(0, i, i + 1) for i in range(3))
+    names = module_names(2)
+    for ministages in ((names,), (names[:2], names[2:])):
+        group = Group((0,), rows, recompute="layer")
+        plan = Plan(3, (group,), tuple(Ministage(0, tuple(own)) for own in ministages))
+        assert set(run_ranks(count_forwards, 1, plan)[0].values()) == {6.0}
 
 
 def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list[float]]:

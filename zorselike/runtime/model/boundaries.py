@@ -23,6 +23,7 @@ from zorselike.runtime.model.nested import map_tensors
 from zorselike.runtime.model.part import ModelPart
 from zorselike.runtime.model.signature import KwargSpecs, Signature, TensorSpec, describe_kwargs, make_kwargs
 from zorselike.runtime.model.tracing import (
+    BufferWatch,
     FakeMode,
     Guesses,
     Recorder,
@@ -70,7 +71,8 @@ class Trace:
     sources: tuple[frozenset[str], ...]
     """Of these, which are given nothing that carries a gradient, such as embeddings."""
     changing: tuple[frozenset[str], ...]
-    """Of these, which change in place what they are given; `""` where the ministage as a whole does."""
+    """Of these, which change in place what they are given, or buffers; `""` where the ministage as a whole
+    does."""
     layer_inputs: tuple[tuple[InputBytes, ...], ...]
     """What the numbered layers of each ministage are given, each tensor once: what recomputation keeps."""
 
@@ -268,9 +270,9 @@ def run_parts(
             where = part.name
             kwargs = {k: v for k, v in make_kwargs(specs, rows).items() if k in part.accepts}
             recorder = Recorder({name: module.get_submodule(name) for name in part.units})
-            versions = [tensor._version for tensor in tensors]
+            versions, buffers = [tensor._version for tensor in tensors], BufferWatch(module)
             output = run_module(module, tensors, kwargs, where, recorder)
-            if [tensor._version for tensor in tensors] != versions:
+            if [tensor._version for tensor in tensors] != versions or buffers.has_changed():
                 recorder.changing.add("")
             for unit, parameter in recorder.strays.items():
                 mend = f"call '{unit}', or name a module in the plan that contains all of its uses"

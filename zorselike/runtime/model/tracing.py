@@ -265,6 +265,25 @@ class UnitCall:
     """Whether one of them carries a gradient."""
 
 
+class BufferWatch:
+    """Sees whether a module changes buffers: any in place, or those of its state by putting in others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found = [
+            (owner, key, buffer, buffer._version)
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def has_changed(self) -> bool:
+        return any(
+            buffer._version != version
+            or (owner._buffers.get(key) is not buffer and key not in owner._non_persistent_buffers_set)
+            for owner, key, buffer, version in self._found
+        )
+
+
 class Recorder(TorchFunctionMode):
     """Records, while it is entered, how modules are called and what is computed outside them."""
 
@@ -281,7 +300,10 @@ class Recorder(TorchFunctionMode):
         """Units with trainable parameters that changed in place what they were given, where that carries a
         gradient."""
         self.changing: set[str] = set()
-        """All units that changed something in place that they were given."""
+        """All units that changed something in place that they were given, or buffers: a second call would
+        change it again."""
+        self._buffers: BufferWatch | None = None
+        """Of the unit that runs."""
         self._versions: list[tuple[Tensor, int]] = []
         """Of what the unit that runs was given."""
         self._active: list[str] = []
@@ -316,8 +338,9 @@ class Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._active:
+                self._buffers = BufferWatch(module)
                 tensors = tensors_in((args, kwargs))
                 self._given += tensors
                 given = tuple((id(tensor), tensor.nbytes) for tensor in tensors)
@@ -332,7 +355,7 @@ class Recorder(TorchFunctionMode):
     def _leave(self, module: nn.Module, *_: Any) -> None:
         name = self._active.pop()
         changed = [t for t, version in self._versions if t._version != version] if not self._active else []
-        if changed:
+        if changed or (not self._active and self._buffers is not None and self._buffers.has_changed()):
             self.changing.add(name)
         if any(t.requires_grad for t in changed) and any(p.requires_grad for p in module.parameters()):
             self.overwritten.append(name)
