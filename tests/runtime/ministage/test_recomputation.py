@@ -101,6 +101,36 @@ def test_what_changes_buffers_is_not_computed_again(run_ranks: RunRanks) -> None
         assert set(run_ranks(count_forwards, 1, plan)[0].values()) == {6.0}
 
 
+@torch.jit.script
+def activate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Scripted(nn.Linear):
+    """What its backward reads last, a function of TorchScript saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + activate(super().forward(x))
+
+
+def train_scripted(rank: int, world_size: int, *recompute: Recompute) -> list[list[float]]:
+    found = []
+    for own in recompute:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Scripted(DIM, DIM), nn.Linear(DIM, VOCABULARY))
+        group = Group((0,), (Microbatch(0, 0, 1), Microbatch(0, 1, 3)), recompute=own)
+        plan = Plan(3, (group,), (Ministage(0, ("0", "1", "2")),))
+        rows = torch.randint(VOCABULARY, (3, SEQUENCE))
+        with HeteroPipeline(model.double(), plan, optimizer=adamw) as pipe:
+            found.append([pipe.step_global(rows, rows).loss for _ in range(3)])
+    return found
+
+
+def test_layers_that_end_in_torchscript_are_computed_again(run_ranks: RunRanks) -> None:
+    ((expected, found),) = run_ranks(train_scripted, 1, "none", "layer")
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def train_both(rank: int, world_size: int, kind: str) -> tuple[list[float], list[float]]:
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     return train("none", device), train("layer", device)

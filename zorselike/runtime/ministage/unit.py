@@ -182,7 +182,7 @@ class Unit:
         if activations is None or not activations.is_keeping:
             if self.recomputes:
                 # The random numbers that it restores are those of devices of positional arguments alone.
-                run = partial(_run_beside, self._run)
+                run = partial(_run_beside, _Again(self._run))
                 return checkpoint(run, tensors_in(kwargs), *args, use_reentrant=False, **kwargs)
             return self._run(*args, **kwargs)
         parameters = [p for unit in (self, *self._enclosing) for p in unit.parameters()]
@@ -192,7 +192,7 @@ class Unit:
             restore = activations.save_inputs((args, kwargs))
             # The marker tells the checkpoint which device's random numbers to restore; the inputs
             # themselves must not be its arguments, or it would hold them on the device.
-            run = partial(_run_saved, self._run, [(args, kwargs)], restore)
+            run = partial(_run_saved, _Again(self._run), [(args, kwargs)], restore)
             return checkpoint(run, activations.device_marker, use_reentrant=False)
 
     def _buffers(self) -> list[Tensor]:
@@ -213,6 +213,28 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+class _Again:
+    """A forward that is run once, and then computed again: torch ends that by an error of its own once all is
+    there that a backward reads, and TorchScript makes another of it."""
+
+    def __init__(self, run: Forward) -> None:
+        self._run = run
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            outputs = self._run(*args, **kwargs)
+        except RuntimeError as error:
+            if not (self._has_run and str(error).startswith(_ENDED_IN_SCRIPT)):
+                raise
+            return None  # Torch compares what was saved with what was before.
+        self._has_run = True
+        return outputs
+
+
+_ENDED_IN_SCRIPT = "The following operation failed in the TorchScript interpreter"
 
 
 def _run_beside(run: Forward, _beside: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
