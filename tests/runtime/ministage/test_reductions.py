@@ -183,6 +183,29 @@ def test_ranks_with_fewer_microbatches_where_the_loss_leaves_out_a_module(run_ra
         assert "does not depend on what 'pooler' returns; zero = 3" in end.last_line, end.stderr[-2000:]
 
 
+def train_compiled(rank: int, world_size: int, plan: Plan) -> float:
+    """As some have it: compiled layers in the places of layers."""
+    torch.manual_seed(0)
+    model = Decoder(3).double()
+    for name, layer in model.layers.items():
+        model.layers[name] = torch.compile(layer, backend="eager")  # type: ignore[assignment]
+    rows = torch.randint(VOCABULARY, (4, 3))
+    with HeteroPipeline(model, plan, optimizer=adamw) as pipe:
+        pipe.step_global(rows, rows)
+        return pipe.step_global(rows, rows).loss
+
+
+def test_zero_3_gathers_layers_that_are_compiled_already(run_ranks: RunRanks) -> None:
+    """Of which Python cannot ask whether they are true."""
+    microbatches = (Microbatch(0, 0, 2), Microbatch(1, 2, 4))
+    modules = (Ministage(0, tuple(module_names(3))),)
+    expected, found = (
+        run_ranks(train_compiled, 2, Plan(4, (Group((0, 1), microbatches, zero=zero),), modules))
+        for zero in (2, 3)
+    )
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def look(_: nn.Module, given: tuple[Tensor, ...], returned: Tensor) -> None:
     """Fails on what has no rows and positions."""
     assert given[0][:, 0].shape == returned[:, 0].shape

@@ -245,8 +245,10 @@ class ShardedUnits:
             if not unit.owns_parameters:
                 continue
             current = as_fsdp(unit.module)
-            use_previous = self._reduces_in_backward and previous is not None and takes_part
-            current.set_modules_to_backward_prefetch([previous if use_previous and previous else current])
+            ahead = current
+            if self._reduces_in_backward and previous is not None and takes_part:
+                ahead = previous
+            current.set_modules_to_backward_prefetch([ahead])
             takes_part = takes_part or unit.trains
             previous = current
 
