@@ -30,7 +30,6 @@ class Shape:
             intermediate_size=11 * self.hidden // 4,
             num_hidden_layers=self.num_layers,
             num_attention_heads=max(1, self.hidden // HEAD_DIM),
-            max_position_embeddings=512,
         )
 
     @property
