@@ -531,5 +531,8 @@ def test_skypilot_does_not_span_regions_or_bring_files_from_elsewhere(folder: Pa
     )
     with pytest.raises(ConfigError, match="the plan spans regions r and s; plan for one"):
         write(CPUS, "skypilot", cluster=Cluster(nodes=nodes, default_link=Link(1e9)))
+    # Only the plan's nodes count, not all of the cluster.
+    spare = (replace(nodes[0], name="spare", region="t"), replace(nodes[1], region="r"), nodes[0])
+    assert write(CPUS, "skypilot", cluster=Cluster(nodes=spare, default_link=Link(1e9)))
     with pytest.raises(ConfigError, match="is not named as a file in it"):
         write(CPUS, "ray", path=str(folder / "plan.toml"))

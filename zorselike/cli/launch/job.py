@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from shlex import join
@@ -101,8 +101,6 @@ class Job:
     program: Program
     cluster: Cluster | None = None
     """For the zones and regions of nodes."""
-    regions: frozenset[str] = field(init=False)
-    """Of the plan's nodes; empty where nobody said."""
 
     def __post_init__(self) -> None:
         if not self.plan.devices:
@@ -110,8 +108,6 @@ class Job:
                 f"launch: {self.path} has no [[devices]], so that nothing says which nodes it is for; "
                 "plan with `zorselike plan`, or add them as in recipes/multi_node.plan.toml"
             )
-        regions = {region for region, _ in self._places.values() if region}
-        object.__setattr__(self, "regions", frozenset(regions))
 
     @property
     def name(self) -> str:
@@ -138,6 +134,12 @@ class Job:
             NodeKind(nodes=tuple(nodes), local_ranks=local_ranks, types=types, zone=zone)
             for (local_ranks, types, zone), nodes in found.items()
         )
+
+    @property
+    def regions(self) -> frozenset[str]:
+        """Of the plan's nodes; empty where nobody said."""
+        found = (self._places.get(node, ("", ""))[0] for node in self.devices_of)
+        return frozenset(filter(None, found))
 
     @property
     def num_nodes(self) -> int:
