@@ -266,16 +266,16 @@ def test_what_needs_least_memory_is_found_however_short_the_time_is():
 
 def test_a_batch_of_tens_of_thousands_of_rows_is_planned_as_one_of_thousands():
     """Such as images: tables row by row took so long that no search found more than what fits first."""
-    nodes, workload = (make_node("a", "A100-40", 1), make_node("b", "T4", 1)), make_decoder(4, tokens=16)
+    nodes, workload = (make_node("a", "A100-40", 1), make_node("b", "T4", 1)), make_decoder(2, tokens=16)
     each_s = {}
-    for rows in (2**12, 2**16 + 5):
+    for rows in (2**12, 2**14 + 5):
         best = search_plans(
-            make_problem(*nodes, workload=workload, global_batch=rows), budget_s=1, top=1
+            make_problem(*nodes, workload=workload, global_batch=rows), budget_s=0.5, top=1
         ).best
         assert best.case.plan.global_batch == rows
         each_s[rows] = best.case.simulation.iteration_s / rows
     few_s, many_s = each_s.values()
-    assert many_s <= 1.1 * few_s
+    assert many_s <= 1.5 * few_s
 
 
 @pytest.mark.parametrize("bounds_in_flight", [None, True])
