@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from batch_splits import REFUSED, RISING, busiest_s, check, cost_lists, larger_lists, line, rounds_s
@@ -224,3 +224,42 @@ def test_wrong_times_are_refused() -> None:
         share_per_microbatch([RankCosts(0, (1.0,))], 3, collective_s=-1)
     with pytest.raises(PlanError, match="take inf s; give 0 or more"):
         share_per_microbatch([RankCosts(0, (1.0,))], 3, hidden_s=math.inf)
+
+
+SECONDS = st.one_of(
+    st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8).map(lambda steps: tuple(accumulate(steps))),
+    st.tuples(st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.integers(1, 8)).map(
+        lambda curve: tuple(curve[0] + curve[1] * rows for rows in range(1, curve[2] + 1))
+    ),
+)
+"""Of microbatches of 1, 2, ... rows; straight curves have many equally good sums."""
+
+
+@given(SECONDS, st.integers(1, 300))
+def test_sums_of_many_rows_go_on_as_those_of_few(seconds, num_rows):
+    least = [0.0]
+    for n in range(1, num_rows + 1):
+        sizes = range(1, min(n, len(seconds)) + 1)
+        least.append(min(seconds[size - 1] + least[n - size] for size in sizes))
+    found = sum_microbatches(seconds, num_rows)
+    assert found == pytest.approx(least, rel=1e-12, abs=1e-12)
+    assert all(fewer <= more for fewer, more in pairwise(found))
+    sizes = pick_sizes(seconds, found, num_rows)
+    assert sum(sizes) == num_rows
+    assert sum(seconds[size - 1] for size in sizes) == pytest.approx(least[-1], rel=1e-10, abs=1e-10)
+
+
+@given(SECONDS, st.integers(1, 3), st.integers(1, 300), st.sampled_from([0.0, 0.3]))
+def test_rounds_of_many_rows_go_on_as_those_of_few(seconds, num_ranks, num_rows, collective_s):
+    costs = [RankCosts(rank, seconds) for rank in range(num_ranks)]
+    least = [0.0]
+    for n in range(1, num_rows + 1):
+        least.append(
+            min(
+                own + collective_s + least[max(0, n - size * num_ranks)]
+                for size, own in enumerate(seconds, start=1)
+            )
+        )
+    split = share_per_microbatch(costs, num_rows, collective_s=collective_s)
+    found = rounds_s(split, costs, collective_s)
+    assert found == pytest.approx(least[-1], rel=1e-10, abs=1e-10)

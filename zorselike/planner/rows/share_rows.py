@@ -22,7 +22,7 @@ import numpy as np
 from zorselike.errors import PlanError, ProfileError
 from zorselike.planner.candidate.candidate import Sizes
 from zorselike.planner.rows.capped_rounds import cover, fill_rounds
-from zorselike.planner.rows.microbatch_sums import ROUND_OFF, pick_sizes, sum_microbatches
+from zorselike.planner.rows.microbatch_sums import ROUND_OFF, pick_sizes, repeat, sum_microbatches
 from zorselike.text.wording import list_few
 
 MOST_KEPT = 4096
@@ -160,6 +160,8 @@ def _mix_rounds(
     for first in range(most + 1, len(least), fewest):  # What these wait for comes before all of them.
         own = np.arange(first, min(first + fewest, len(least)))
         least[own] = (costs + least[own[:, None] - rows]).min(axis=1)
+        if (done := int(own[-1])) >= 3 * most and repeat(least, done, rows, costs):
+            break
     times: list[float] = []
     left = num_rows
     while left > 0:
