@@ -28,11 +28,12 @@ def plan(offload: tuple[str, ...]) -> Plan:
 
 
 def build_with_room(rank: int, world_size: int, offload: tuple[str, ...], num_bytes: int) -> str:
-    world.find_host_room = lambda: HostRoom(num_bytes + rank, "test")  # type: ignore[attr-defined]
-    try:
-        HeteroPipeline(Case(plan(offload), 2).model(), plan(offload), optimizer=adamw).close()
-    except ConfigError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:  # This rank stays for the next test.
+        patch.setattr(world, "find_host_room", lambda: HostRoom(num_bytes + rank, "test"))
+        try:
+            HeteroPipeline(Case(plan(offload), 2).model(), plan(offload), optimizer=adamw).close()
+        except ConfigError as error:
+            return str(error)
     return ""
 
 

@@ -37,8 +37,9 @@ def count_copies(rank: int, world_size: int, plan: Plan) -> list[int]:
             taken.append(num_bytes)
         return original(self, purpose, num_bytes)  # type: ignore[arg-type]
 
-    HostPool.take = take  # type: ignore[method-assign,assignment]
-    pipe.step_global(*case.batch(1))
+    with pytest.MonkeyPatch.context() as patch:  # This rank stays for the next test.
+        patch.setattr(HostPool, "take", take)
+        pipe.step_global(*case.batch(1))
     pipe.close()
     return taken
 
