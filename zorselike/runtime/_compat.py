@@ -302,6 +302,11 @@ def resize_unlocked(storage: torch.UntypedStorage, num_bytes: int) -> None:
     torch.ops.inductor.resize_storage_bytes_.default(whole, num_bytes)
 
 
+def hold_stream(cycles: int) -> None:
+    """The current stream of the current GPU waits for so many of its cycles, in one thread."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or what it is a view of, has been changed in place."""
     return tensor._version

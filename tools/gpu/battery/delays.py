@@ -123,7 +123,7 @@ def run_queues(record: Record) -> None:
     def start(number: int, *, waits: bool) -> torch.cuda.Event:
         with torch.cuda.stream(streams[number]):
             if waits:
-                torch.cuda._sleep(_WAIT_CYCLES)
+                _compat.hold_stream(_WAIT_CYCLES)
             scratch[number].add_(1)  # Behind a wait it is this that stands at the head of a queue.
             return torch.cuda.current_stream().record_event()
 

@@ -21,11 +21,12 @@ def sum_microbatches(seconds: tuple[float, ...], num_rows: int) -> tuple[float, 
             do the sums, in floating point too: a row can be left out of any sum that contains it.
     """
     each, least = np.array(seconds[:num_rows]), np.zeros(num_rows + 1)
+    sizes = np.arange(1, len(each) + 1)
     for n in range(1, num_rows + 1):
         size = min(len(each), n)
         # each[0] + least[n - 1], each[1] + least[n - 2], ...
         least[n] = (each[:size] + least[n - size : n][::-1]).min(initial=np.inf)
-        if len(each) and not n % len(each) and repeat(least, n, np.arange(1, len(each) + 1), each):
+        if len(each) and not n % len(each) and repeat(least, n, sizes, each):
             break
     return tuple(least.tolist())
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zorselike.runtime._compat import version_of
 from zorselike.runtime.model.causal_lm import Decoder
 from zorselike.runtime.model.nested import tensors_in
 from zorselike.runtime.model.pruning import replace_modules
@@ -177,7 +178,7 @@ class FlowRecorder(TorchFunctionMode):
             stack.callback(self._embedding.register_forward_hook(self._note_embedding).remove)
             with self:
                 yield self.flow
-        if any(embedded._version != version for embedded, version in self._embedded):
+        if any(version_of(embedded) != version for embedded, version in self._embedded):
             self._break(0, "its forward changes embeddings in place, of which later ministages have none")
 
     def _mark(self, tensors: Iterable[Tensor]) -> None:
@@ -258,4 +259,4 @@ class FlowRecorder(TorchFunctionMode):
 
     def _note_embedding(self, module: nn.Module, args: Any, output: Any) -> None:
         self.flow.embedding_width = output.shape[-1]
-        self._embedded.append((output, output._version))
+        self._embedded.append((output, version_of(output)))

@@ -33,6 +33,7 @@ from zorselike.runtime._compat import (
     TorchDispatchMode,
     grouped_products,
     make_fake_tensor_mode,
+    version_of,
 )
 from zorselike.runtime.model.nested import map_leaves, tensors_in
 from zorselike.runtime.model.signature import KwargSpecs, Signature
@@ -270,7 +271,7 @@ class BufferWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [
-            (owner, key, buffer, buffer._version)
+            (owner, key, buffer, version_of(buffer))
             for owner in module.modules()
             for key, buffer in owner._buffers.items()
             if buffer is not None
@@ -278,7 +279,7 @@ class BufferWatch:
 
     def has_changed(self) -> bool:
         return any(
-            buffer._version != version
+            version_of(buffer) != version
             or (owner._buffers.get(key) is not buffer and key not in owner._non_persistent_buffers_set)
             for owner, key, buffer, version in self._found
         )
@@ -347,14 +348,14 @@ class Recorder(TorchFunctionMode):
                 arguments = f"{_describe(args)} {_describe(kwargs)}"
                 carries_grad = any(tensor.requires_grad for tensor in tensors)
                 self.calls.append(UnitCall(name, arguments, given, carries_grad))
-                self._versions = [(tensor, tensor._version) for tensor in tensors]
+                self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
             self._active.append(name)
 
         return enter
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         name = self._active.pop()
-        changed = [t for t, version in self._versions if t._version != version] if not self._active else []
+        changed = [t for t, version in self._versions if version_of(t) != version] if not self._active else []
         if changed or (not self._active and self._buffers is not None and self._buffers.has_changed()):
             self.changing.add(name)
         if any(t.requires_grad for t in changed) and any(p.requires_grad for p in module.parameters()):
